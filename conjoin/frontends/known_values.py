@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from conjoin.frontends.problems import HIDDEN
-from conjoin.frontends.torch_private import constant_of, disable_current_modes, is_mutable
+from conjoin.frontends.torch_private import constant_of, decomposition_of, disable_current_modes, is_mutable
 from conjoin.frontends.value_checks import answer_of_check
 
 _LARGEST = 2**20
@@ -24,6 +25,7 @@ _DEVICE = torch.ops.prim.device.default
 _NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 _EQUAL = torch.ops.aten.equal.default
 """By which torch branches on numbers that it has in a tensor, as `torch.cov` on how many samples there are."""
+_BRANCHING = (torch.ops.aten.cov.default, torch.ops.aten.corrcoef.default)
 _BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 _TORCHS_CHECK = (torch.__file__, "_check_tensor_all_with")
 _UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
@@ -110,6 +112,19 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for stand_in, value in list(self._known.items()):
                 if value.untyped_storage().data_ptr() in lost:
                     del self._known[stand_in]
+
+
+def known_within(graph: fx.Graph) -> dict[OpOverload, Callable[..., Any]]:
+    """What composite operators consist of that branch on numbers which they have in a tensor, for when they are traced
+    again."""
+
+    def known(consists_of: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with KnownValues():
+            return consists_of(*args, **kwargs)
+
+    if not any(node.target in _BRANCHING for node in graph.nodes):
+        return {}
+    return {op: partial(known, made) for op in _BRANCHING if (made := decomposition_of(op)) is not None}
 
 
 def _is_constant(func: OpOverload, result: Any, largest: int) -> bool:

@@ -28,7 +28,7 @@ from conjoin.frontends.functional import (
     overlapping_writes,
     put_in_real_parts,
 )
-from conjoin.frontends.known_values import KnownValues
+from conjoin.frontends.known_values import KnownValues, known_within
 from conjoin.frontends.neighbour_matrices import matrices_of_edges, matrix_of
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.regions import has_cuda_autocast, make_explicit
@@ -468,7 +468,8 @@ def _settle(
         if updates is None:
             orders = drawn_orders(program.graph)
             with keep_draws(), composites_prepared_once():
-                program, updates = program.run_decompositions(hidden_views(program)), ()
+                consist_of = {**hidden_views(program), **known_within(program.graph)}
+                program, updates = program.run_decompositions(consist_of), ()
             put_in_real_parts(program.graph)
             keep_orders(program.graph, orders)
     return program, updates, (*traced.problems, *problems), idle

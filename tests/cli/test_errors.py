@@ -11,7 +11,7 @@ from tests.ir.wording import num_sentences
 
 PACKAGE = Path(errors.__file__).parent
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
-SENTENCES = {"hint", "listed", "nearest", "suggestion"}
+SENTENCES = {"hint", "listed", "nearest", "nearest_preset", "suggestion"}
 """Variables that hold a sentence of their own, and functions that make one."""
 THREE = "It is so. It is so. It is so."
 

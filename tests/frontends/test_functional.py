@@ -131,6 +131,24 @@ def put_where_it_was(y: Tensor, total: Tensor) -> Tensor:
 BODIES += [diagonal, by_strides, all_of_it, added_to_a_part, put_where_it_was]
 
 
+def behind_another_name(y: Tensor) -> Tensor:
+    flat = y.flatten()
+    y[:, ::2] = y[:, :1].detach()
+    return y * flat.sum()
+
+
+def covariances(y: Tensor, total: Tensor) -> Tensor:
+    """torch itself branches on how many samples there are."""
+    return torch.cov(behind_another_name(y))
+
+
+def correlations(y: Tensor, total: Tensor) -> Tensor:
+    return torch.corrcoef(behind_another_name(y)).square()
+
+
+BODIES += [covariances, correlations]
+
+
 def test_an_addition_to_a_part_is_one_addition() -> None:
     def body(y: Tensor, total: Tensor) -> Tensor:
         z = y * 2

@@ -1,4 +1,4 @@
-"""Which patterns a program has, and the fewest programs that have them all: `python -m tests.fuzz --cover 1500`."""
+"""Which patterns a program has, and the fewest programs that have them all: `python -m tests.fuzz --cover 2400`."""
 
 from __future__ import annotations
 

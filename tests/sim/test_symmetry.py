@@ -23,6 +23,7 @@ from conjoin.sim import (
     task_numbers,
     to_ticks,
 )
+from conjoin.sim.operator_work import Works
 
 
 def mixed_machine() -> Machine:
@@ -86,7 +87,7 @@ def test_ranks_are_priced_together_as_one_by_one(
         prices = MachinePrices(mixed_machine(), CostModel(profiles=()))
     skeleton, layouts = take_apart(plan)
     drafts = new_drafts(skeleton, layouts, plan.mesh, prices, unfold=True)
-    unlike = 0
+    works, unlike = Works(plan.mesh, prices, drafts.classes), 0
     for op, choice, number in zip(skeleton.operators, layouts.choices, task_numbers(skeleton, drafts), strict=True):
         node, placed = drafts.node(number, choice)
         if not unlike_axes(node, placed, plan.mesh) or halo_of(node, placed, plan.mesh) is not None:
@@ -94,7 +95,7 @@ def test_ranks_are_priced_together_as_one_by_one(
         work, classes = drafts.work(number, choice), drafts.classes
         for part in ("forward", "backward"):
             alone = [
-                to_ticks(sum(getattr(cost, part).value for cost in drafts._costs(op.call, placed, op.needs, rank)))
+                to_ticks(sum(getattr(cost, part).value for cost in works._costs(op.call, placed, op.needs, rank)))
                 for rank in classes.ranks
             ]
             assert np.broadcast_to(getattr(work, part), classes.shape).reshape(-1).tolist() == alone

@@ -114,7 +114,10 @@ def _largest_lines(title: str, machine: Machine, found: Sequence[Fit]) -> Iterat
     for fit in (fit for fit in found if not fit.fits):
         yield f"no batch by {fit.strategy}: {_why_not(fit)}"
     if not fitting:
-        yield "Use more devices, another precision, --size, or split layers: --strategy megatron:tp=8,sp,fsdp."
+        inside = machine.devices_per_node
+        yield "Use more devices, another precision or --size." if inside == 1 else (
+            f"Use more devices, another precision, --size, or split layers: --strategy megatron:tp={inside},sp,fsdp."
+        )
     elif any(fit.micro > 1 for fit in fitting):
         yield "In micro-batches a batch may be as large as one likes: micro=4, micro=8 ..., each of so many samples."
 
