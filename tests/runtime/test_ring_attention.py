@@ -43,7 +43,7 @@ def heads(count: int, length: int, features: int) -> Tensor:
 def test_pieces_that_go_around_see_all_that_they_may(
     ways: int, length: int, repeats: int, features: int, scale: float | None, is_causal: bool
 ) -> None:
-    """Values and gradients; even pieces whose halves are swapped, uneven and empty ones, groups of heads, other values."""
+    """Values and gradients; even pieces whose halves are swapped, uneven ones, none, groups of heads, other values."""
     torch.manual_seed(ways + length)
     tensors = [heads(HEADS * repeats, length, 4), heads(HEADS, length, 4), heads(HEADS, length, features)]
     gradient, grouped = heads(HEADS * repeats, length, features), repeats > 1
