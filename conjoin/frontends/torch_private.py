@@ -8,7 +8,7 @@ import logging
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import cache, partial
 from types import FrameType
@@ -438,9 +438,8 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 
 _LESS = frozenset((Tensor.lt, Tensor.__lt__, torch.lt))
 _GRADIENTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-_FOLLOWED = (
-    _LESS | _GRADIENTS | {Tensor.data.__get__, Tensor.register_hook, torch.rand, torch.lstm}  # type: ignore[attr-defined]
-)
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_FOLLOWED = _LESS | _GRADIENTS | {_DATA, Tensor.register_hook, torch.rand, torch.lstm}
 
 
 class InnerGradient(Exception):
@@ -468,22 +467,24 @@ class FollowedCalls(TorchFunctionMode):
         self._note_beside = note_beside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _FOLLOWED:
-            made = func(*args, **(kwargs or {}))
-            self._look_for_beside(func, (*args, *(kwargs or {}).values()), made, sys._getframe(1))
-            return made
+        given, frame = kwargs or {}, sys._getframe(1)
+        made = self._follow(func, args, given, frame) if func in _FOLLOWED else func(*args, **given)
+        self._look_for_beside(func, (*args, *given.values()), made, frame)
+        return made
+
+    def _follow(self, func: Any, args: Any, kwargs: Mapping[str, Any], frame: FrameType) -> Any:
         if func in _GRADIENTS:
             raise InnerGradient(func.__name__)
         if func in _LESS and any(args[0] is draw for draw in self._draws):
             rate = args[1]
             if isinstance(rate, int | float) and not 0 < rate < 1:
                 return rate >= 1
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+        if func == _DATA:
             return args[0].detach()
         if func is Tensor.register_hook:
-            self._note_hook(sys._getframe(1))
+            self._note_hook(frame)
             return RemovableHandle(OrderedDict())
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if func is torch.rand and result.dim() == 0:
             self._draws.append(result)
         if func is torch.lstm and result[1].dim() > args[1][0].dim():
@@ -494,7 +495,7 @@ class FollowedCalls(TorchFunctionMode):
         """Tell of parameters that a tensor is made of, but not of a question for a shape or a dtype."""
         for beside in _with_values_and_gradients(args):
             if any(isinstance(x, Tensor) for x in (made if isinstance(made, tuple | list) else (made,))):
-                self._note_beside(beside, func is Tensor.detach or not torch.is_grad_enabled(), frame)
+                self._note_beside(beside, func in (Tensor.detach, _DATA) or not torch.is_grad_enabled(), frame)
 
 
 def _with_values_and_gradients(args: Sequence[Any]) -> Iterator[Tensor]:
