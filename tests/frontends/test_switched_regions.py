@@ -342,6 +342,29 @@ def test_writing_past_the_gradients_is_refused(write: Callable[[Tensor], None]) 
         capture(Counted(forward), X)
 
 
+UNTOLD: dict[str, Callable[[Tensor], Tensor]] = {
+    "einsum": lambda y: torch.einsum("ab->ba", y),
+    "meshgrid": lambda y: torch.meshgrid(y[0], indexing="ij")[0],
+    "the second of two": lambda y: torch.atleast_3d(torch.ones(2), y)[1],
+    "a list": lambda y: torch.broadcast_tensors(torch.ones(1), torch.einsum("ab->ba", y))[1],
+}
+"""Views of which no schema says so."""
+
+
+@pytest.mark.parametrize("view", UNTOLD.values(), ids=UNTOLD)
+@pytest.mark.parametrize("way", ["under no_grad", "detached", "to a parameter", "to an input"])
+def test_what_must_not_be_written_to_is_seen_through_every_view(view: Callable[[Tensor], Tensor], way: str) -> None:
+    def forward(m: Counted, x: Tensor) -> Tensor:
+        y = m.layer(x)
+        with torch.set_grad_enabled(way == "detached"):
+            view({"to a parameter": m.layer.weight, "to an input": x, "detached": y.detach()}.get(way, y)).clamp_(min=0)
+        return y
+
+    told = "it writes to" if way.startswith("to") else "it writes into a tensor through which gradients flow"
+    with pytest.raises(CaptureError, match=rf"operator clamp_ at .*_regions.py:\d+: {told}"):
+        capture(Counted(forward), X)
+
+
 def test_no_gradient_at_all_flows_out_of_no_grad() -> None:
     model = Counted(lambda m, x: torch.no_grad()(lambda: m.layer(x))())
     output = to_module(capture(model, X), model)(X)
