@@ -30,6 +30,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.fx.node import _side_effectful_functions
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
@@ -295,6 +296,10 @@ def keep_cuda_autocast() -> Iterator[None]:
         setattr(torch.cuda, supports, before[1])
 
 
+_RECURRENT = ("aten::lstm", "aten::gru", "aten::gru_cell")
+"""Of which what is on CUDA's lists is a kernel inside that this torch may be built without."""
+
+
 @contextmanager
 def autocast_as_on_cuda() -> Iterator[None]:
     """Have stand-ins on the CPU cast as tensors on CUDA are: regions for one count for the other, by CUDA's lists.
@@ -320,7 +325,7 @@ def autocast_as_on_cuda() -> Iterator[None]:
         for name in names:
             base, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, base), overload or "default")
-            if has_kernel(name, "AutocastCUDA"):
+            if has_kernel(name, "AutocastCUDA") or op._schema.name in _RECURRENT:
                 override(op, partial(_as_on_cuda, op))
             elif has_kernel(name, "AutocastCPU"):
                 override(op, torch.library.fallthrough_kernel)
@@ -335,21 +340,60 @@ def autocast_as_on_cuda() -> Iterator[None]:
 def _as_on_cuda(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Stand-ins for what a call gives on CUDA under the autocast of this region."""
 
-    def there(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
-
     dtype = torch.get_autocast_dtype("cpu")
     with disable_current_modes(), FakeTensorMode(), torch.no_grad():
-        given = tree_map_only(Tensor, there, (args, kwargs))
-        before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        torch.set_autocast_enabled("cuda", True)
-        torch.set_autocast_dtype("cuda", dtype)
-        try:
-            made = op(*given[0], **given[1])
-        finally:
-            torch.set_autocast_enabled("cuda", before[0])
-            torch.set_autocast_dtype("cuda", before[1])
-    return tree_map_only(Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu"), made)
+        if op._schema.name in _RECURRENT:
+            made = _all_in_half(op, args, kwargs, dtype)
+        else:
+            given = tree_map_only(Tensor, partial(_like, device="cuda"), (args, kwargs))
+            with _autocast_set("cuda", True, dtype):
+                made = _asked(op, *given)
+    return tree_map_only(Tensor, partial(_like, device="cpu"), made)
+
+
+def _asked(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError:  # it may be made of calls that ask for a CUDA that is not built in
+        with _OnCpu():  # type: ignore[no-untyped-call]
+            return op(*args, **kwargs)
+
+
+class _OnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Carries calls on CUDA out on the CPU, with the dtypes that autocast has given their operands."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(Tensor, partial(_like, device="cpu"), (args, kwargs or {}))
+        with _autocast_set("cpu", False, torch.get_autocast_dtype("cpu")):
+            return tree_map_only(Tensor, partial(_like, device="cuda"), func(*given[0], **given[1]))
+
+
+def _all_in_half(op: OpOverload, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    """What a recurrent layer gives on CUDA: its kernel takes all in half precision, or each of its steps does."""
+
+    def narrow(tensor: Tensor) -> Tensor:
+        is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device="cpu")
+
+    given = tree_map_only(Tensor, narrow, (args, kwargs))
+    with _autocast_set("cpu", False, dtype):
+        return op(*given[0], **given[1])
+
+
+@contextmanager
+def _autocast_set(device: str, enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+
+
+def _like(tensor: Tensor, device: str) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def settle_autograd() -> None:

@@ -13,11 +13,11 @@ from conjoin.cost import (
     CostModel,
     Fit,
     Measurement,
+    MeasurementStore,
     OperatorCost,
     Profile,
     Seconds,
     Source,
-    Store,
     copy_key,
     read_key,
     shipped_profiles,
@@ -169,7 +169,7 @@ def test_estimates_grow_with_size(device: DeviceType) -> None:
 
 def test_a_store_counts_for_more_than_a_profile_and_this_torch_more_than_others(tmp_path: Path) -> None:
     call, needs = linear(64), (0, 1)
-    with Store(tmp_path / "costs.sqlite") as store:
+    with MeasurementStore(tmp_path / "costs.sqlite") as store:
         store.add(GPU.name, "0.1", [timed(call, needs, 2e-3)])
         shipped = [profile(GPU, timed(call, needs, 1e-3))]
         assert CostModel([store], shipped).operator(call, needs, GPU).forward.value == 2e-3
@@ -182,7 +182,7 @@ def test_a_store_counts_for_more_than_a_profile_and_this_torch_more_than_others(
 def test_a_store_of_many_measurements_gives_efficiencies(tmp_path: Path) -> None:
     known = [timed(linear(2**power, bias=True), (), 2 * 2**power * 256 * 512 / 1e13 / 0.2) for power in range(11, 17)]
     known += [timed(Call("relu", (f32(8, size),)), (), 1e-6) for size in range(1, 40)]
-    with Store(tmp_path / "costs.sqlite") as store:
+    with MeasurementStore(tmp_path / "costs.sqlite") as store:
         store.add(GPU.name, torch.__version__, known)
         cost = CostModel([store], ()).operator(Call("mm", (f32(4096, 4096), f32(4096, 4096))), (), GPU)
     assert cost.forward.source is Source.ESTIMATED
