@@ -105,12 +105,14 @@ def check_drafts(graph: Graph, names: Sequence[str]) -> None:
             assert set(short.draft.memory) == set(full.draft.memory), name
 
 
-@pytest.mark.parametrize(("model", "step"), [(gpt, 1), (llama, 3)])
-def test_strategies_decide_the_same_on_few_blocks(model: Callable[[int], Graph], step: int) -> None:
+@pytest.mark.parametrize(("model", "places"), [(gpt, (0, 2)), (llama, (1,))])
+def test_strategies_decide_the_same_on_few_blocks(model: Callable[[int], Graph], places: tuple[int, ...]) -> None:
+    """Each strategy on one of the models; by their places, each of which has some of all kinds."""
     graph = model(7)
     found = fold(graph)
     assert found is not None and found.stretch.count >= 6 and len(found.short.nodes) < 0.75 * len(graph.nodes)
-    check_drafts(graph, baseline_names(MACHINE.mesh)[::step])
+    names = baseline_names(MACHINE.mesh)
+    check_drafts(graph, [name for place, name in enumerate(names) if place % 3 in places])
 
 
 @pytest.mark.parametrize("name", ["megatron:tp=2,dp=8,sp,fsdp", "fsdp", "data-parallel"])
