@@ -24,6 +24,7 @@ from conjoin.cost import (
     update_key,
     write_key,
 )
+from conjoin.cost.device_costs import DeviceCosts
 from conjoin.errors import UsageError
 from conjoin.machine import DeviceType, parse_machine
 from conjoin.ops import LINEAR_RELU, Call, TensorType
@@ -291,3 +292,18 @@ def test_convolutions_of_images_whose_channels_lie_last_have_prices_of_their_own
     call = Call("conv2d", (x, w, None, (1, 1), (3, 3), (1, 1), 96))
     first, last = (CostModel().operator(each, (0, 1), H200) for each in (call, replace(call, channels_last=True)))
     assert last.forward.value + last.backward.value < 0.7 * (first.forward.value + first.backward.value)
+
+
+def test_of_measured_calls_only_those_of_a_kind_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "conv2d f32[16,256,32,32] f32[256,256,3,3] none [1, 1] [2, 2] [2, 2] 1 | grads 0,1"
+    asked, estimates = [], DeviceCosts._estimates
+
+    def noted(self: DeviceCosts, call: Call, needs: tuple[int, ...]) -> tuple[float, float]:
+        asked.append(call)
+        return estimates(self, call, needs)
+
+    monkeypatch.setattr(DeviceCosts, "_estimates", noted)
+    CostModel().operator(*read_key(key), H200)  # type: ignore[misc]
+    (profile,) = (profile for profile in shipped_profiles() if profile.device == H200.name)
+    of_convolutions = sum(outcome.key.startswith("conv2d ") for outcome in profile.outcomes)
+    assert 0 < len(asked) < of_convolutions / 10

@@ -6,8 +6,6 @@ import logging
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import pytest
 from conjoin.cost import Absence, Measurement, MeasurementStore
 from conjoin.environment import costs_path
 from conjoin.errors import UsageError
+from tests.cli.processes import Forked
 from tests.ir.wording import assert_three_sentences
 from tests.waiting import HUNG_SECONDS
 
@@ -80,14 +79,13 @@ def test_one_bad_outcome_and_none_is_kept(tmp_path: Path) -> None:
 def test_several_writers_and_one_killed_in_the_midst(tmp_path: Path) -> None:
     path = tmp_path / "costs.sqlite"
     count = 40
-    command = [sys.executable, "-c", WRITERS, str(path), str(count)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writers:
-        assert writers.stdout is not None
-        victim, told = int(writers.stdout.readline()), -1
-        while told < 15:
-            told = int(writers.stdout.readline())
-        os.kill(victim, signal.SIGKILL)
-        out, err = writers.communicate(timeout=HUNG_SECONDS)
+    (tmp_path / "writers.py").write_text(WRITERS)
+    writers = Forked(tmp_path, "writers", [str(path), str(count)])
+    victim, told = int(writers.stdout.readline()), -1
+    while told < 15:
+        told = int(writers.stdout.readline())
+    os.kill(victim, signal.SIGKILL)
+    out, err = writers.communicate(timeout=HUNG_SECONDS)
     told = int(out.split()[-1]) if out else told
     assert err == f"{{'one': 0, 'two': 0, 'victim': {-signal.SIGKILL}}}\n"
     with MeasurementStore(path) as store:
