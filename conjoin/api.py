@@ -212,6 +212,7 @@ def _check_strategy(strategy: Any, wish: Wish | None) -> None:
             f"The strategy {strategy[:40]!r} was asked for together with a wish. A strategy decides all by itself, and "
             f"what is wished of a search would have no effect. Leave one of them out."
         )
+    read_request(strategy)
 
 
 def make_named(graph: Graph, machine: Machine, strategy: str) -> Plan | Pipeline:

@@ -271,6 +271,10 @@ def _user_line(error: BaseException) -> str:
     return f"\n  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
 
 
+_TORCHS_OWN = "\nException raised from "
+"""After it torch tells the calls inside itself."""
+
+
 def run_own(what: str, action: Callable[[], Any]) -> Any:
     """Run the user's own code; what it prints goes to stderr, and whatever it raises is told with its line."""
     try:
@@ -279,8 +283,9 @@ def run_own(what: str, action: Callable[[], Any]) -> Any:
     except ConjoinError:
         raise
     except (Exception, SystemExit) as error:  # a user's program may raise anything; it is told, never swallowed
+        told = str(error).partition(_TORCHS_OWN)[0][:300]
         raise UsageError(
-            f"{what} failed with {type(error).__name__}: {str(error)[:300]}. The error is in the program that was "
+            f"{what} failed with {type(error).__name__}: {told}. The error is in the program that was "
             f"named, not in conjoin. Run it by itself to see more.{_user_line(error)}"
         ) from error
 

@@ -375,6 +375,11 @@ def _check_batch(leaves: list[Any], tensors: list[Tensor]) -> None:
             f"A batch of {len(leaves)} value(s) without any tensor was given. Capture follows tensors through the "
             f"model. Pass the inputs of one training step as tensors."
         )
+    if any(tensor.is_nested for tensor in tensors):
+        raise CaptureError(
+            "A nested tensor was given with the batch, rows of different lengths. A graph is for one shape of every "
+            "tensor. Pad the rows to one length, as torch.nested.to_padded_tensor does, and mask what was added."
+        )
     sparse = [tuple(tensor.shape) for tensor in tensors if tensor.layout != torch.strided]
     if sparse:
         raise refuse_sparse(f"A tensor of the batch, of shape {sparse[0]},")

@@ -36,6 +36,7 @@ from conjoin.ir import (
     origin,
     place,
     plain_call,
+    stored_leaf,
     value_text,
 )
 from conjoin.machine import Mesh
@@ -55,6 +56,8 @@ class Shipment:
     becomes: Layout | None
     """The layout it is brought into; None where only the regions change, or the layouts of a bundle differ."""
     collectives: tuple[Collective, ...]
+    parameters: tuple[str, ...] = ()
+    """Those that move: as they are stored, or as their casts."""
 
     @property
     def what(self) -> str:
@@ -136,9 +139,9 @@ class Explanation:
 
     @property
     def num_regathered(self) -> int:
-        """How many parameters are gathered again for the backward pass: those that travel in bundles."""
+        """How many parameters are gathered again for the backward pass, as they are stored or as their casts."""
         again = (s for s in self.shipments if any(c.direction == BACKWARD and not c.of_gradient for c in s.collectives))
-        return len({name for shipment in again for name in shipment.tensors if not name.startswith("%")})
+        return len({name for shipment in again for name in shipment.parameters})
 
     @property
     def num_recomputed(self) -> int:
@@ -318,4 +321,6 @@ def _shipments(transfers: Iterator[Transfer] | list[Transfer], graph: Graph) -> 
 def _shipment(transfer: Transfer, graph: Graph) -> Shipment:
     names = tuple(value_text(value, graph.numbers) for value in transfer.tensors)
     alone = transfer.tensors[0].type if len(transfer.tensors) == 1 else None
-    return Shipment(names, alone, transfer.target, transfer.collectives)
+    stored = (stored_leaf(value) for value in transfer.tensors)
+    parameters = tuple(leaf.name for leaf in stored if leaf is not None)
+    return Shipment(names, alone, transfer.target, transfer.collectives, parameters)

@@ -38,6 +38,8 @@ from conjoin.report.text import format_bytes
 from conjoin.schedules import Schedule
 
 _NUMBER = re.compile(r"%[0-9]+")
+_LAYER = re.compile(r"(?:(?<=\.)|(?<=param:)|(?<=buffer:))[0-9]+(?=[. :])")
+"""The number of a layer in the name of a module or tensor."""
 _ROWS = 6
 """How many rows of a schedule are told from where two orders part."""
 _SHOWN = 40
@@ -105,9 +107,18 @@ def _lines(diff: PlanDiff) -> Iterator[str]:
     for name, changes in diff.groups:
         if changes:
             yield name
-            yield from (f"  {change}" for change in changes[:_SHOWN])
-        if len(changes) > _SHOWN:
-            yield f"    and {len(changes) - _SHOWN} more"
+        told = _folded(changes)
+        yield from (f"  {line}" for line in told[:_SHOWN])
+        if len(told) > _SHOWN:
+            yield f"    and {len(told) - _SHOWN} more"
+
+
+def _folded(changes: Iterable[Change]) -> list[str]:
+    """Lines in which what layers have in common is told once: `4 × param:blocks.*.weight: …`."""
+    alike: dict[str, list[str]] = {}
+    for line in map(str, changes):
+        alike.setdefault(_LAYER.sub("*", line), []).append(line)
+    return [found[0] if len(found) == 1 else f"{line[:2]}{len(found)} × {line[2:]}" for line, found in alike.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,7 +244,8 @@ def _parse_degree(name: str, key: str, number: str) -> int:
     if number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS and int(number) > 0:
         return int(number)
     raise UsageError(
-        f"The strategy {name} was given {key}={number[:40]!r}. A degree is a whole number from 1. Write {key}=2."
+        f"The strategy {name} was given {key}={number[:40]!r}. A degree is a whole number from 1, of at most "
+        f"{_MAX_DIGITS} digits. Write {key}=2."
     )
 
 

@@ -47,6 +47,10 @@ def raising():
     return undefined_name
 
 
+def overflowing():
+    return torch.ones(2**64)
+
+
 def quitting():
     raise SystemExit("the data is not there")
 

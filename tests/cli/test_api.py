@@ -109,7 +109,7 @@ def sgd(step: nn.Module) -> torch.optim.Optimizer:
         (lambda plan, step: step.to("meta"), "would lose its weights"),
         (lambda plan, step: plan(strategy=4), "A int was given as the strategy"),
         (lambda plan, step: plan(strategy="single", wish=conjoin.Wish(budget=1)), "together with a wish"),
-        (lambda plan, step: plan(strategy="rows"), "whose module was imported"),
+        (lambda plan, step: conjoin.plan(None, None, "local:1", strategy="rows"), "whose module was imported"),
     ],
 )
 def test_what_is_given_in_the_wrong_place_is_told(call: Callable[..., Any], said: str) -> None:

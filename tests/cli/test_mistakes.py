@@ -290,6 +290,11 @@ def test_a_strategy_that_is_none(plan: Path, run: Run, strategy: str, why: str) 
     assert why in run("plan", GOOD, "--machine", "local:2", "--strategy", strategy).refused()
 
 
+def test_a_slip_in_a_strategy_is_told_before_the_model_is_built(plan: Path, run: Run) -> None:
+    asked = run("plan", "mine.py:leaves", "--machine", "local:2", "--strategy", "fsdp:dp=99999999")
+    assert "from 1, of at most 7 digits" in asked.refused()
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

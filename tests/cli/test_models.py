@@ -64,6 +64,7 @@ def test_a_model_that_is_not_there(run: Run, folder: Path, model: str, told: str
     ("function", "told", "line"),
     [
         ("raising", "failed with NameError: name 'undefined_name' is not defined", "return undefined_name"),
+        ("overflowing", 'with error "Overflow when unpacking long long. The error is', "return torch.ones(2**64)"),
         ("quitting", "failed with SystemExit: the data is not there", 'raise SystemExit("the data is not there")'),
         ("stubborn", "this model has one mode", 'raise RuntimeError("this model has one mode")'),
         ("wrong_batch", "could not be captured on this batch", "return self.fc(x).relu()"),

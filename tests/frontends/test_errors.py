@@ -75,6 +75,7 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "numpy array inside": ((X, np.zeros(3)), "values of type ndarray"),
     "object inside": ({"x": X, "y": [object()]}, "values of type object"),
     "sparse": (X.to_sparse(), "of shape (3, 4), is sparse"),
+    "nested": (torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged), "Pad the rows to one length"),
     "sparse inside": ({"input": X.to_sparse().unsqueeze(0)}, "of shape (1, 3, 4), is sparse"),
     "keys that are no words": ((X, {(1, 2): X}), "keys"),
 }  # fmt: skip

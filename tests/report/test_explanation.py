@@ -128,6 +128,19 @@ def test_parameters_are_told_together_and_gathered_again() -> None:
     assert f"~ backward reduce-scatter of {count} gradients over d0 d1" in text
 
 
+def test_parameters_that_are_cast_before_they_are_gathered_count_as_gathered_again() -> None:
+    lines = [
+        'graph "net" train', "param:w f32[4]{d0:S(0)} trainable", "input:x bf16[8,4]{d0:S(0)}", "takes [input:x] in null",
+        "%0: bf16[4]{d0:S(0)} = _to_copy(param:w, dtype=bf16, non_blocking=none)",
+        '%1: bf16[4] = conjoin::combine(%0, dim=0, axes=["d0"])',
+        '%2: bf16[4]{d0:B} = conjoin::replicate(%1, axes=["d0"])',
+        "%3: bf16[8,4]{d0:S(0)} = mul.Tensor(input:x, %2)", "%4: bf16[8,4]{d0:S(0)} = mul.Tensor(%3, %2)",
+        "%5: bf16[]{d0:P} = sum(%4)", '%6: bf16[] = conjoin::reduce(%5, axes=["d0"])', "returns [%6] in null loss 0",
+    ]  # fmt: skip
+    plan = replace(plan_of("\n".join(lines)), memory=(MemoryAction("regather", "w"),))
+    assert "regather     1 parameter" in explanation_summary(explain(plan))
+
+
 def test_a_memory_action_that_cannot_be_done_is_told() -> None:
     plan = replace(plan_of(SUM), memory=(MemoryAction("regather", "w"),))
     assert "regather     1 parameter asked for, 0 gathered again" in explanation_summary(explain(plan))

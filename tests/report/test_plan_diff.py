@@ -110,6 +110,19 @@ def test_a_long_list_is_cut_short_in_the_text_only() -> None:
     assert diff_plans(many, many).equal
 
 
+def test_what_layers_have_in_common_is_told_once_in_the_text() -> None:
+    lines = [
+        'graph "net" train', *(f"param:blocks.{i}.weight f32[4] trainable" for i in range(3)),
+        "input:x f32[4]", "takes [input:x] in null",
+        *(f'%{i}: f32[4] = mul.Tensor({f"%{i - 1}" if i else "input:x"}, param:blocks.{i}.weight)' for i in range(3)),
+        "%3: f32[] = sum(%2)", "returns [%3] in null loss 0",
+    ]  # fmt: skip
+    bare = plan_of("\n".join(lines))
+    actions = tuple(MemoryAction("regather", f"blocks.{i}.weight") for i in range(3))
+    found = diff_plans(bare, replace(bare, memory=actions))
+    assert str(found) == "memory\n  + 3 × regather blocks.*.weight\n" and len(found.memory) == 3
+
+
 @cache
 def stages(strategy: str) -> Pipeline:
     return make_pipeline(layers(), Machine("three", 1, 3, "cpu"), strategy)

@@ -113,6 +113,7 @@ def plan_command(
             "--start": start, "--objective": objective != usual.objective, "--fresh": fresh, "--rules": rules,
         }  # fmt: skip
         _check_alone(strategy, [name for name, value in given.items() if value])
+        rooms.search.read_request(strategy)  # a slip in it is told before a large model is built
     asked = rooms.api.precision_on(chosen, precision)
     sizes = parse_sizes(length, size)
     load = partial(rooms.models.load_model_graph, model, batch_size=batch, training=None, sizes=sizes)

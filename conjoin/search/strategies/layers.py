@@ -205,7 +205,8 @@ def _note_sums(
     summed: dict[Value, Pairs],
 ) -> None:
     """Note what is made of a layer split by rows, up to the next layer: that one, and those whose split it took up."""
-    rule, data = work.rules.get(node.node), [v for v in node.inputs if v in facts.with_gradient - facts.of_weights]
+    rule = work.rules.get(node.node)
+    data = [value for value in node.inputs if value in facts.with_gradient and value not in facts.of_weights]
     found = Pairs()
     if rule is not None and is_row(node, rule):
         found = frozenset({(node.node, frozenset[Node]().union(*(carried.get(value, ()) for value in data)))})
