@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -93,13 +94,14 @@ def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _ranks_with_pytest() -> Iterator[None]:
     """What forks ranks has imported pytest already: programs stand in modules of tests, and each rank imports those.
 
-    And it forks commands too, which else need one of their own.
+    Where tests of libraries were collected it has those, too. And it forks commands, which else need one of their own.
     """
     from conjoin.runtime.ranks import fork_server, rank_processes
     from tests.cli.processes import begin_either
 
     own = fork_server._own_modules
+    libraries = ["tests.libraries"] if "transformers" in sys.modules else []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(fork_server, "_own_modules", lambda: [*own(), "pytest"])
+        monkeypatch.setattr(fork_server, "_own_modules", lambda: [*own(), "pytest", *libraries])
         monkeypatch.setattr(rank_processes, "_begin", begin_either)
         yield

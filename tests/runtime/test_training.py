@@ -66,7 +66,7 @@ def _all_ways(rank: int, plan: Any, model: Any, batch: Any, names: Any) -> dict[
 
 
 def _compiled_and_plain(rank: int, plan: Any, sizes: tuple[int, ...], folder: str) -> list[tuple[float, float]]:
-    """Of batches of changing sizes the loss, the scores beside it, and the norm of the gradients added up."""
+    """Of batches of changing sizes the loss and the scores beside it, and the norm of the gradients that add up."""
     warnings.simplefilter("ignore")
     torch.compiler.reset()
     step, plain = conjoin.load(plan, Scores().double()), Scores().double()
