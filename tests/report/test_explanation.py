@@ -127,8 +127,8 @@ def test_parameters_are_told_together_and_gathered_again() -> None:
 
 def test_parameters_that_are_cast_before_they_are_gathered_count_as_gathered_again() -> None:
     lines = [
-        'graph "net" train', "param:w f32[4]{d0:S(0)} trainable", "input:x bf16[8,4]{d0:S(0)}", "takes [input:x] in null",
-        "%0: bf16[4]{d0:S(0)} = _to_copy(param:w, dtype=bf16, non_blocking=none)",
+        'graph "net" train', "param:w f32[4]{d0:S(0)} trainable", "input:x bf16[8,4]{d0:S(0)}",
+        "takes [input:x] in null", "%0: bf16[4]{d0:S(0)} = _to_copy(param:w, dtype=bf16, non_blocking=none)",
         '%1: bf16[4] = conjoin::combine(%0, dim=0, axes=["d0"])',
         '%2: bf16[4]{d0:B} = conjoin::replicate(%1, axes=["d0"])',
         "%3: bf16[8,4]{d0:S(0)} = mul.Tensor(input:x, %2)", "%4: bf16[8,4]{d0:S(0)} = mul.Tensor(%3, %2)",
