@@ -39,8 +39,8 @@ from conjoin.cost import (
     CostModel,
     Fit,
     Measurement,
+    MeasurementStore,
     Profile,
-    Store,
     copy_key,
     fit_efficiencies,
     load_profile,
@@ -219,7 +219,7 @@ def _seconds(asked: Asked, device: DeviceType, model: CostModel) -> float:
     return cost.forward.value + cost.backward.value + cost.host_forward
 
 
-def measure_transfers(store: Store, device: DeviceType, place: str) -> None:
+def measure_transfers(store: MeasurementStore, device: DeviceType, place: str) -> None:
     """Optimizer steps, and copies between host and device, at a few sizes."""
     for name, dtype in product(OPTIMIZERS, (torch.float32, torch.bfloat16)):
         for tensors, elements in LEARNED if place == "cuda" else LEARNED[:3]:
@@ -232,7 +232,9 @@ def measure_transfers(store: Store, device: DeviceType, place: str) -> None:
             store.add(device.name, torch.__version__, [measure_copy(num_bytes, place)])
 
 
-def measure_keys(keys: list[str], store: Store, device: DeviceType, place: str, limits: tuple[float, float]) -> None:
+def measure_keys(
+    keys: list[str], store: MeasurementStore, device: DeviceType, place: str, limits: tuple[float, float]
+) -> None:
     """Measure what is not known yet, in order, until the time is up; each outcome is kept at once."""
     seconds_in_all, seconds_each = limits
     known = {outcome.key for outcome in store.outcomes(device.name, torch.__version__)}
@@ -251,14 +253,14 @@ def measure_keys(keys: list[str], store: Store, device: DeviceType, place: str, 
     print()
 
 
-def add_profile(store: Store, profile: Profile, device: DeviceType) -> None:
+def add_profile(store: MeasurementStore, profile: Profile, device: DeviceType) -> None:
     """Let the store know what a profile knows, where the device and torch are the same."""
     if (profile.device, profile.torch) != (device.name, torch.__version__):
         sys.exit(f"The profile is of {profile.device}, {profile.torch}; here is {device.name}, {torch.__version__}.")
     store.add(device.name, torch.__version__, profile.outcomes)
 
 
-def known_to(store: Store, device: DeviceType) -> Profile:
+def known_to(store: MeasurementStore, device: DeviceType) -> Profile:
     """All that a store knows of the device with this torch."""
     outcomes = sorted(store.outcomes(device.name, torch.__version__), key=lambda outcome: outcome.key)
     command = " ".join(["python", *sys.argv])
@@ -306,7 +308,7 @@ def main() -> int:
         given.keys.write_text("".join(f"{key}\n" for key in keys), encoding="utf-8")
         print(f"{given.keys}: {len(keys)} keys")
         return 0
-    with Store(given.store or costs_path()) as store:
+    with MeasurementStore(given.store or costs_path()) as store:
         if given.onto:
             add_profile(store, load_profile(given.onto), device)
         measure_transfers(store, device, given.device)

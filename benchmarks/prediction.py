@@ -42,7 +42,7 @@ from torch.nn import functional
 from benchmarks.emulated_cluster.cluster import Cluster
 from benchmarks.emulated_cluster.run_plan import Training, run_plan
 from benchmarks.plotting import Point, draw
-from conjoin.cost import CostModel, Outcome, Store, mean_outcomes
+from conjoin.cost import CostModel, MeasurementStore, Outcome, mean_outcomes
 from conjoin.errors import StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
@@ -174,7 +174,7 @@ class Seen:
     steps: dict[str, list[float]] = field(default_factory=dict)
 
     def costs(self) -> CostModel:
-        store = Store(Path(tempfile.mkdtemp()) / "costs.sqlite")
+        store = MeasurementStore(Path(tempfile.mkdtemp()) / "costs.sqlite")
         store.add(_DEVICE, torch.__version__, mean_outcomes(self.operators))
         return CostModel([store], profiles=())
 

@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_map
 import zoo
 from benchmarks import public_models
 from benchmarks.plotting import Point, draw
-from conjoin.cost import CostModel, Measurement, Store, measure, shipped_profiles, write_key
+from conjoin.cost import CostModel, Measurement, MeasurementStore, measure, shipped_profiles, write_key
 from conjoin.frontends import capture
 from conjoin.ir import Graph, flatten_tree, load_graph, save_graph
 from conjoin.machine import DeviceType, Machine, NodeKind, fit_line, parse_machine
@@ -174,7 +174,7 @@ def one_gpu(machine: str) -> Machine:
     return Machine(device.name, 1, 1, "cuda", nodes=(NodeKind("node", 1, (device,)),))
 
 
-def time_operators(graph: Graph, machine: Machine, store: Store, seconds: float) -> None:
+def time_operators(graph: Graph, machine: Machine, store: MeasurementStore, seconds: float) -> None:
     """Measure the calls of a model that the store does not have."""
     wanted, device = wanted_by([make_plan(graph, machine, "single")]), machine.device_type(0)
     for call, needs in wanted.calls:
@@ -257,7 +257,7 @@ def measure_all(arguments: argparse.Namespace) -> int:
             try:
                 case = build(name, dtype, "cuda", arguments.graphs)
                 if arguments.store:
-                    with Store(arguments.store) as store:
+                    with MeasurementStore(arguments.store) as store:
                         time_operators(case.graph, machine, store, arguments.seconds_each)
                 rows.append(time_steps(of, name, label, case, before, machine.device_type(0)))
                 print(f"{time.perf_counter() - start:.0f} s: {rows[-1]}", flush=True)
@@ -344,7 +344,7 @@ def predict_all(arguments: argparse.Namespace) -> int:
     before = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
     kept = [row for row in before if _named(row) not in anew]
     measured["rows"] = [*kept, *measured["rows"]]
-    costs = CostModel([Store(arguments.store)] if arguments.store else [])
+    costs = CostModel([MeasurementStore(arguments.store)] if arguments.store else [])
     rows = []
     for row in measured["rows"]:
         graph = graph_of(row["model"], DTYPES[row["dtype"]], arguments.graphs)

@@ -94,7 +94,9 @@ class Trained(NamedTuple):
 
 
 def trained(plan: Plan, sizes: Sizes, device: str, steps: int, limit: int | None = None) -> Trained:
-    """Steps in a process of their own, which gets no more than the limit: nothing of another run is there."""
+    """Steps, on a GPU in a process of their own, which gets no more than the limit: nothing of another run is there."""
+    if device == "cpu":
+        return _trained(plan_to_json(plan), sizes, device, steps, limit)
     with get_context("spawn").Pool(1) as pool:
         return pool.apply(_trained, (plan_to_json(plan), sizes, device, steps, limit))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conjoin.cost import CostModel, Store
+from conjoin.cost import CostModel, MeasurementStore
 from conjoin.environment import costs_path, installed_version, machines_directory
 from conjoin.errors import (
     CaptureError,
@@ -427,7 +427,7 @@ def known_costs() -> CostModel:
         path = costs_path()
     except UsageError:  # an account without a home has measured nothing
         return CostModel([])
-    return CostModel([Store(path)] if path.exists() else [])
+    return CostModel([MeasurementStore(path)] if path.exists() else [])
 
 
 def verify_plan(

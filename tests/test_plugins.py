@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from conjoin import plugins
+from tests.cli.processes import Forked
+from tests.waiting import HUNG_SECONDS
 
-REPOSITORY = Path(__file__).parent.parent
 PACKAGE = """\
 from dataclasses import replace
 
@@ -68,11 +66,11 @@ def test_a_package_is_loaded_when_something_is_not_known(tmp_path: Path) -> None
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(ENTRIES)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY)))}
-    command = [sys.executable, "-c", PROGRAM, json.dumps(ASKED)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [f"{what} False True True" for what in ASKED], done.stderr
-    assert done.stderr.count("the plugin broken is not used: ModuleNotFoundError") == len(ASKED)
+    (tmp_path / "asking.py").write_text(PROGRAM)
+    process = Forked(tmp_path, "asking", [json.dumps(ASKED)])
+    out, err = process.communicate(HUNG_SECONDS)
+    assert process.returncode == 0 and out.splitlines() == [f"{what} False True True" for what in ASKED], err
+    assert err.count("the plugin broken is not used: ModuleNotFoundError") == len(ASKED)
 
 
 def test_packages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

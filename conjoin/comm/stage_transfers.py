@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from conjoin.comm.cross_mesh import CHUNKS, TransferPlan, plan_transfer
+from conjoin.comm.cross_mesh import TransferPlan, plan_transfer
 from conjoin.comm.unit_tasks import Grid
 from conjoin.ir import Pipeline
 from conjoin.ops import Layout, TensorType
@@ -24,18 +25,13 @@ def stage_grid(pipeline: Pipeline, stage: int) -> Grid:
     return Grid(found.plan.mesh, found.ranks, tuple(hosts))
 
 
-def plan_crossing(type: TensorType, source: tuple[Layout, Grid], target: tuple[Layout, Grid]) -> TransferPlan:
-    """How a tensor goes from the ranks of one stage to those of another, in chunks that are worth a message."""
-    return _planned(type.shape, type.dtype.itemsize, source, target, max(1, min(CHUNKS, type.bytes // CHUNK_BYTES)))
-
-
 @lru_cache(maxsize=1024)
-def _planned(
-    shape: tuple[int, ...],
-    itemsize: int,
-    source: tuple[Layout, Grid],
-    target: tuple[Layout, Grid],
-    chunks: int,
-) -> TransferPlan:
-    """Kept: both ways of equal layers are the same."""
-    return plan_transfer(shape, itemsize, source, target, chunks)
+def plan_crossing(type: TensorType, source: tuple[Layout, Grid], target: tuple[Layout, Grid]) -> TransferPlan:
+    """How a tensor goes from the ranks of one stage to those of another, in chunks that are worth a message.
+
+    Kept: both ways of equal layers are the same.
+    """
+    plan = plan_transfer(type.shape, type.dtype.itemsize, source, target)
+    sizes = plan.cells.y - plan.cells.x
+    usual = int(sizes.sum()) // max(len(sizes), 1) * plan.itemsize
+    return replace(plan, chunks=max(1, min(plan.chunks, usual // CHUNK_BYTES)))

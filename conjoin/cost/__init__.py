@@ -20,14 +20,14 @@ from conjoin.cost.patterns import Groups
 from conjoin.cost.profile import Profile, load_profile, save_profile, shipped_profiles
 from conjoin.cost.roofline import rate_name
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source, weakest
-from conjoin.cost.store import Store
+from conjoin.cost.store import MeasurementStore
 from conjoin.cost.timed_calls import measure
 from conjoin.cost.transfers import OPTIMIZERS, copy_key, measure_copy, measure_update, update_key
 from conjoin.cost.work import FAMILIES, CallWork, Work, is_product, work_of
 
 __all__ = [
-    "ATTENTION", "FAMILIES", "NO_SECONDS", "OPTIMIZERS", "Absence", "CallWork", "CostModel", "Fit", "Groups",
-    "Links", "LocalCall", "Measurement", "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Store", "Way",
+    "ATTENTION", "FAMILIES", "NO_SECONDS", "OPTIMIZERS", "Absence", "CallWork", "CostModel", "Fit", "Groups", "Links",
+    "LocalCall", "Measurement", "MeasurementStore", "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Way",
     "Work", "collective_seconds", "copy_key", "fit_efficiencies", "fuses_attention", "is_product", "links_between",
     "load_profile", "local_calls", "mean_outcomes", "measure", "measure_copy", "measure_update", "messages_seconds",
     "nccl_ways", "point_to_point_seconds", "rate_name", "read_key", "save_profile", "shipped_profiles", "update_key",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import log2
@@ -90,7 +90,8 @@ class DeviceCosts:
         self._keys_by_op: dict[str, list[str]] = defaultdict(list)
         for key in measurements:
             self._keys_by_op[key.partition(" ")[0]].append(key)
-        self._kinds_by_op: dict[str, dict[Any, list[_Kin]]] = {}
+        self._keys_by_kind: dict[str, dict[Any, list[str]]] = {}
+        self._kin_by_kind: dict[Any, list[_Kin]] = {}
         self.known: dict[tuple[Call, tuple[int, ...]], OperatorCost] = {}
 
     def find(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
@@ -199,25 +200,30 @@ class DeviceCosts:
         return self._tf32 and is_product(call, "float32")
 
     def _kin(self, call: Call) -> list[_Kin]:
+        """The measured calls of a call's kind; others are not estimated."""
         if call.op not in self._keys_by_op or self._is_rounded(call):
             return []
-        if call.op not in self._kinds_by_op:
-            self._kinds_by_op[call.op] = self._sort(self._keys_by_op[call.op])
-        return self._kinds_by_op[call.op].get(_kind(call), [])
+        kind = _kind(call)
+        if kind not in self._kin_by_kind:
+            self._kin_by_kind[kind] = [self._read(key) for key in self._sorted(call.op).get(kind, ())]
+        return self._kin_by_kind[kind]
 
-    def _sort(self, keys: Iterable[str]) -> dict[Any, list[_Kin]]:
-        """The measured calls of an operator by kind."""
-        kinds: dict[Any, list[_Kin]] = defaultdict(list)
-        for key in keys:
-            read, known = read_key(key), self.measured[key]
-            if read is not None:
-                call, needs = read
-                forward, backward = self._estimates(call, needs)
-                sizes = _sizes(call, needs)
-                back = Point(sizes, backward, known.backward) if needs else None
-                ahead = Point(sizes, forward, known.forward)
-                kinds[_kind(call)].append(_Kin(ahead, back))
-        return kinds
+    def _sorted(self, op: str) -> dict[Any, list[str]]:
+        """The measured keys of an operator by kind."""
+        if op not in self._keys_by_kind:
+            kinds: dict[Any, list[str]] = defaultdict(list)
+            for key in self._keys_by_op[op]:
+                kinds[_kind_of(key)].append(key)
+            self._keys_by_kind[op] = kinds
+        return self._keys_by_kind[op]
+
+    def _read(self, key: str) -> _Kin:
+        found, known = read_key(key), self.measured[key]
+        assert found is not None, "it has a kind"
+        forward, backward = self._estimates(*found)
+        sizes = _sizes(*found)
+        back = Point(sizes, backward, known.backward) if found[1] else None
+        return _Kin(Point(sizes, forward, known.forward), back)
 
 
 class _HostTimes:
@@ -280,6 +286,13 @@ def _kind(call: Call) -> tuple[Any, ...]:
     )
     lies = call.operand_names, call.channels_last
     return call.op, *lies, tuple(tensor.dtype for tensor in call.tensors), tuple(_axes(call)), attributes
+
+
+@call_cache(None)
+def _kind_of(key: str) -> tuple[Any, ...] | None:
+    """The kind of a measured call; None where its key cannot be read."""
+    found = read_key(key)
+    return None if found is None else _kind(found[0])
 
 
 _TOLD_BY_INDICES = ("dim", "keepdim", "normalized_shape", "cudnn_enable")

@@ -19,7 +19,7 @@ from conjoin.cost.medians import fit_efficiencies, join_fits
 from conjoin.cost.nearest_gpu import Basis, borrow
 from conjoin.cost.profile import Profile, merge_outcomes, shipped_profiles
 from conjoin.cost.seconds import NO_SECONDS, Seconds
-from conjoin.cost.store import Store
+from conjoin.cost.store import MeasurementStore
 from conjoin.cost.transfers import copy_seconds, update_seconds
 from conjoin.machine import DeviceType, preset_name
 from conjoin.ops import Call, TensorType
@@ -37,7 +37,7 @@ class CostModel:
     <Source.ESTIMATED: 'estimated'>
     """
 
-    def __init__(self, stores: Sequence[Store] = (), profiles: Sequence[Profile] | None = None) -> None:
+    def __init__(self, stores: Sequence[MeasurementStore] = (), profiles: Sequence[Profile] | None = None) -> None:
         self._stores = tuple(stores)
         self._profiles = shipped_profiles() if profiles is None else tuple(profiles)
         self._devices: dict[int, DeviceCosts] = {}

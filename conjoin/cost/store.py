@@ -42,7 +42,7 @@ create table measurements (
 _COLUMNS = "key, forward, backward, host_forward, host_backward, spread, failure"
 
 
-class Store:
+class MeasurementStore:
     """Measurements of many devices in one file, by device, torch version and key; use it in one process and thread."""
 
     def __init__(self, path: str | Path, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
@@ -51,7 +51,7 @@ class Store:
         self._patience = patience_seconds
         self._connection = self._open()
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> MeasurementStore:
         return self
 
     def __exit__(

@@ -8,7 +8,7 @@ from functools import update_wrapper
 from threading import Lock, local
 from typing import Any
 
-Place = tuple[Any, str]
+FunctionName = tuple[Any, str]
 """Who has a function, and by what name."""
 
 _LOCK, _HERE = Lock(), local()
@@ -18,7 +18,7 @@ _USERS: dict[tuple[int, str], int] = {}
 class _Either:
     """The function that stands in a place while some thread traces."""
 
-    def __init__(self, place: Place, plain: Callable[..., Any]) -> None:
+    def __init__(self, place: FunctionName, plain: Callable[..., Any]) -> None:
         self.plain, self.key = plain, _key(place)
 
     def made(self) -> Callable[..., Any]:
@@ -27,7 +27,7 @@ class _Either:
         return own.get(self.key, self.plain)
 
 
-def _key(place: Place) -> tuple[int, str]:
+def _key(place: FunctionName) -> tuple[int, str]:
     return id(place[0]), place[1]
 
 
@@ -39,7 +39,7 @@ def plain_call(owner: Any, name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def calls_here(calls: Mapping[Place, Callable[..., Any]]) -> Iterator[None]:
+def calls_here(calls: Mapping[FunctionName, Callable[..., Any]]) -> Iterator[None]:
     """Answer calls of these places by other functions, in this thread."""
     before: dict[tuple[int, str], Callable[..., Any]] = getattr(_HERE, "calls", {})
     with _LOCK:
@@ -59,7 +59,7 @@ def calls_here(calls: Mapping[Place, Callable[..., Any]]) -> Iterator[None]:
                     setattr(*place, plain_call(*place))
 
 
-def _standing(place: Place) -> Callable[..., Any]:
+def _standing(place: FunctionName) -> Callable[..., Any]:
     either = _Either(place, getattr(*place))
 
     def call(*args: Any, **named: Any) -> Any:

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from conjoin.frontends.folded_constants import reads_in_order, without_empty, without_idle_mask
 from conjoin.frontends.functional import draws, order_of
-from conjoin.frontends.regions import CASTS
+from conjoin.frontends.switched_regions import CASTS
 from conjoin.ir import Leaf, Node, Value
 from conjoin.ops import (
     CAST,
@@ -77,7 +77,12 @@ def _dropout(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node
 
 
 def _cast(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """Every way to ask for a dtype is one operator; where the dtype is there already, nothing is done."""
+    """Every way to ask for a dtype is one operator; where the dtype is there already, nothing is done.
+
+    Of a number `torch.vmap` makes a tensor so, where it goes over the last dim there is.
+    """
+    if isinstance(args[0], bool | int | float):
+        return "full", bind_args("full", ((), args[0]), {"dtype": types[0].dtype}), types
     if args[0].type.dtype == types[0].dtype:
         return IDENTITY, args, types
     return CAST, bind_args(CAST, (args[0],), {"dtype": types[0].dtype}), types

@@ -16,7 +16,7 @@ from conjoin.frontends.merged_rows import with_rows_in_their_dims
 from conjoin.frontends.neighbours import with_neighbours
 from conjoin.frontends.problems import Problem
 from conjoin.frontends.report import not_understood
-from conjoin.frontends.torch_export import Batch, Regions, export
+from conjoin.frontends.torch_export import AutocastRegions, Batch, export
 from conjoin.frontends.torch_private import settle_autograd
 from conjoin.ir import Graph, find_faults, plain_model
 
@@ -28,7 +28,7 @@ def capture(
     batch: Batch,
     loss: Callable[..., Any] | None = None,
     check: Callable[[Graph], str] | None = None,
-    autocast: Regions | None = None,
+    autocast: AutocastRegions | None = None,
 ) -> Graph:
     """Turn a model into a graph, in the mode (train or eval) it is in.
 

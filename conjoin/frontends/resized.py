@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conjoin.frontends.folded_constants import MAX_ELEMENTS, seen_under
 from conjoin.frontends.known_values import KnownValues
-from conjoin.frontends.torch_export import Batch, Regions, StepCall, is_plain, neutral
+from conjoin.frontends.torch_export import AutocastRegions, Batch, StepCall, is_plain, neutral
 from conjoin.frontends.torch_private import disable_current_modes, has_alias_info, pretend_exporting, quiet
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Value, find_faults, make_node, retype
 from conjoin.ops import Args, Call, Kind, TensorType, map_tensors, output_types, signature, types_on_meta
@@ -50,7 +50,7 @@ Shape = tuple[int, ...]
 
 
 def resize(
-    graph: Graph, model: nn.Module, batch: Batch, loss: Callable[..., Any] | None, autocast: Regions
+    graph: Graph, model: nn.Module, batch: Batch, loss: Callable[..., Any] | None, autocast: AutocastRegions
 ) -> Graph | None:
     """The graph of a model without values for another batch, after the one it has for the batch of a graph.
 
@@ -72,7 +72,7 @@ class _Differs(Exception):
     """More than sizes differs, and what does."""
 
 
-def _resized(graph: Graph, model: nn.Module, call: StepCall, autocast: Regions) -> Graph:
+def _resized(graph: Graph, model: nn.Module, call: StepCall, autocast: AutocastRegions) -> Graph:
     inputs = _inputs(graph, call)
     _check_constants(graph)
     old, new = zip(*inputs.values(), strict=True)
@@ -228,7 +228,7 @@ class _Asked(TorchFunctionMode):
             self._record.masks.append(None if known is None else seen_under(known, query.shape[-2], key.shape[-2]))
 
 
-def _record(call: StepCall, model: nn.Module, tensors: tuple[Tensor, ...], autocast: Regions) -> _Record:
+def _record(call: StepCall, model: nn.Module, tensors: tuple[Tensor, ...], autocast: AutocastRegions) -> _Record:
     """Call model and loss on stand-ins without values, and write down what they call."""
     record, known = _Record(own=list(tensors)), KnownValues(MAX_ELEMENTS)
     step = call.step(model, autocast, known)

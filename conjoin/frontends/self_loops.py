@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import CaptureError
-from conjoin.frontends.calls_here import Place, calls_here, plain_call
+from conjoin.frontends.calls_here import FunctionName, calls_here, plain_call
 from conjoin.frontends.problems import MODEL_PREFIX
 
 _CONV = "torch_geometric.nn.conv."
@@ -76,7 +76,7 @@ def _with_loops(edges_2E: Tensor, count: int) -> Tensor:
     return torch.cat((edges_2E, torch.stack((loops, loops))), dim=1)
 
 
-_Replaced = dict[Place, Callable[..., Any]]
+_Replaced = dict[FunctionName, Callable[..., Any]]
 
 
 def _norm_of_fixed_shape(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,8 +31,8 @@ from conjoin.frontends.functional import (
 from conjoin.frontends.known_values import KnownValues, known_within
 from conjoin.frontends.neighbour_matrices import matrices_of_edges, matrix_of
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
-from conjoin.frontends.regions import has_cuda_autocast, make_explicit
 from conjoin.frontends.self_loops import loops_of_fixed_shape
+from conjoin.frontends.switched_regions import has_cuda_autocast, make_explicit
 from conjoin.frontends.torch_private import (
     ExportedProgram,
     FollowedCalls,
@@ -168,7 +168,7 @@ def _with_whole_batch(dealt: Arguments, loss: Callable[..., Any] | None) -> Argu
     return replace(dealt, whole_to_loss=len(_taken_by(loss).required) == 2)
 
 
-Regions = tuple[tuple[str, torch.dtype], ...]
+AutocastRegions = tuple[tuple[str, torch.dtype], ...]
 """Regions of autocast: a kind of device, and what is cast to there."""
 
 
@@ -181,7 +181,7 @@ class _Step(nn.Module):
         loss: Callable[..., Any] | None,
         rebuild: Callable[..., Arguments],
         record: Callable[[Any, tuple[str, ...], tuple[str, ...]], list[Tensor]],
-        autocast: Regions,
+        autocast: AutocastRegions,
         known: KnownValues | None,
     ) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class StepCall:
         self.seen: list[tuple[tuple[Any, ...], Structure, tuple[str, ...], tuple[str, ...]]] = []
         """Of every call: flat outputs, how they nest, buffers that were replaced and attributes that changed."""
 
-    def step(self, model: nn.Module, autocast: Regions, known: KnownValues | None = None) -> _Step:
+    def step(self, model: nn.Module, autocast: AutocastRegions, known: KnownValues | None = None) -> _Step:
         """Model and loss as one module over the tensors of the batch."""
         return _Step(model, self._loss, self._rebuild, self._record, autocast, known)
 
@@ -279,7 +279,7 @@ def _held(model: nn.Module) -> dict[str, Any]:
     return {**python_state(model), **tensors, **generator_states()}
 
 
-def _ambient_autocast() -> Regions:
+def _ambient_autocast() -> AutocastRegions:
     """The autocast regions that capture is called in: entered again, their casts become part of the graph."""
     devices = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
     return tuple((device, torch.get_autocast_dtype(device)) for device in devices)
@@ -304,7 +304,7 @@ def _input_names(model: nn.Module, dealt: Arguments, structure: Structure) -> tu
 
 @unread_left_out()
 def export(
-    model: nn.Module, batch: Batch, loss: Callable[..., Any] | None, autocast: Regions | None = None
+    model: nn.Module, batch: Batch, loss: Callable[..., Any] | None, autocast: AutocastRegions | None = None
 ) -> Exported:
     """Export model and loss on this batch to a functional program over parameters, buffers and flat inputs.
 

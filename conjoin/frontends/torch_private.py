@@ -8,7 +8,7 @@ import logging
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import cache, partial
 from types import FrameType
@@ -30,6 +30,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.fx.node import _side_effectful_functions
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
@@ -295,6 +296,10 @@ def keep_cuda_autocast() -> Iterator[None]:
         setattr(torch.cuda, supports, before[1])
 
 
+_RECURRENT = ("aten::lstm", "aten::gru", "aten::gru_cell")
+"""Of which what is on CUDA's lists is a kernel inside that this torch may be built without."""
+
+
 @contextmanager
 def autocast_as_on_cuda() -> Iterator[None]:
     """Have stand-ins on the CPU cast as tensors on CUDA are: regions for one count for the other, by CUDA's lists.
@@ -320,7 +325,7 @@ def autocast_as_on_cuda() -> Iterator[None]:
         for name in names:
             base, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, base), overload or "default")
-            if has_kernel(name, "AutocastCUDA"):
+            if has_kernel(name, "AutocastCUDA") or op._schema.name in _RECURRENT:
                 override(op, partial(_as_on_cuda, op))
             elif has_kernel(name, "AutocastCPU"):
                 override(op, torch.library.fallthrough_kernel)
@@ -335,21 +340,60 @@ def autocast_as_on_cuda() -> Iterator[None]:
 def _as_on_cuda(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Stand-ins for what a call gives on CUDA under the autocast of this region."""
 
-    def there(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
-
     dtype = torch.get_autocast_dtype("cpu")
     with disable_current_modes(), FakeTensorMode(), torch.no_grad():
-        given = tree_map_only(Tensor, there, (args, kwargs))
-        before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        torch.set_autocast_enabled("cuda", True)
-        torch.set_autocast_dtype("cuda", dtype)
-        try:
-            made = op(*given[0], **given[1])
-        finally:
-            torch.set_autocast_enabled("cuda", before[0])
-            torch.set_autocast_dtype("cuda", before[1])
-    return tree_map_only(Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu"), made)
+        if op._schema.name in _RECURRENT:
+            made = _all_in_half(op, args, kwargs, dtype)
+        else:
+            given = tree_map_only(Tensor, partial(_like, device="cuda"), (args, kwargs))
+            with _autocast_set("cuda", True, dtype):
+                made = _asked(op, *given)
+    return tree_map_only(Tensor, partial(_like, device="cpu"), made)
+
+
+def _asked(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError:  # it may be made of calls that ask for a CUDA that is not built in
+        with _OnCpu():  # type: ignore[no-untyped-call]
+            return op(*args, **kwargs)
+
+
+class _OnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Carries calls on CUDA out on the CPU, with the dtypes that autocast has given their operands."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(Tensor, partial(_like, device="cpu"), (args, kwargs or {}))
+        with _autocast_set("cpu", False, torch.get_autocast_dtype("cpu")):
+            return tree_map_only(Tensor, partial(_like, device="cuda"), func(*given[0], **given[1]))
+
+
+def _all_in_half(op: OpOverload, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    """What a recurrent layer gives on CUDA: its kernel takes all in half precision, or each of its steps does."""
+
+    def narrow(tensor: Tensor) -> Tensor:
+        is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device="cpu")
+
+    given = tree_map_only(Tensor, narrow, (args, kwargs))
+    with _autocast_set("cpu", False, dtype):
+        return op(*given[0], **given[1])
+
+
+@contextmanager
+def _autocast_set(device: str, enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+
+
+def _like(tensor: Tensor, device: str) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def settle_autograd() -> None:
@@ -438,9 +482,8 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 
 _LESS = frozenset((Tensor.lt, Tensor.__lt__, torch.lt))
 _GRADIENTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-_FOLLOWED = (
-    _LESS | _GRADIENTS | {Tensor.data.__get__, Tensor.register_hook, torch.rand, torch.lstm}  # type: ignore[attr-defined]
-)
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_FOLLOWED = _LESS | _GRADIENTS | {_DATA, Tensor.register_hook, torch.rand, torch.lstm}
 
 
 class InnerGradient(Exception):
@@ -468,22 +511,24 @@ class FollowedCalls(TorchFunctionMode):
         self._note_beside = note_beside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _FOLLOWED:
-            made = func(*args, **(kwargs or {}))
-            self._look_for_beside(func, (*args, *(kwargs or {}).values()), made, sys._getframe(1))
-            return made
+        given, frame = kwargs or {}, sys._getframe(1)
+        made = self._follow(func, args, given, frame) if func in _FOLLOWED else func(*args, **given)
+        self._look_for_beside(func, (*args, *given.values()), made, frame)
+        return made
+
+    def _follow(self, func: Any, args: Any, kwargs: Mapping[str, Any], frame: FrameType) -> Any:
         if func in _GRADIENTS:
             raise InnerGradient(func.__name__)
         if func in _LESS and any(args[0] is draw for draw in self._draws):
             rate = args[1]
             if isinstance(rate, int | float) and not 0 < rate < 1:
                 return rate >= 1
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+        if func == _DATA:
             return args[0].detach()
         if func is Tensor.register_hook:
-            self._note_hook(sys._getframe(1))
+            self._note_hook(frame)
             return RemovableHandle(OrderedDict())
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if func is torch.rand and result.dim() == 0:
             self._draws.append(result)
         if func is torch.lstm and result[1].dim() > args[1][0].dim():
@@ -494,7 +539,7 @@ class FollowedCalls(TorchFunctionMode):
         """Tell of parameters that a tensor is made of, but not of a question for a shape or a dtype."""
         for beside in _with_values_and_gradients(args):
             if any(isinstance(x, Tensor) for x in (made if isinstance(made, tuple | list) else (made,))):
-                self._note_beside(beside, func is Tensor.detach or not torch.is_grad_enabled(), frame)
+                self._note_beside(beside, func in (Tensor.detach, _DATA) or not torch.is_grad_enabled(), frame)
 
 
 def _with_values_and_gradients(args: Sequence[Any]) -> Iterator[Tensor]:

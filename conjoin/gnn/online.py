@@ -33,7 +33,7 @@ from conjoin.gnn.repartition import Repartition, propose_cuts
 from conjoin.gnn.roles import Role
 from conjoin.ir import Pipeline, Plan, Value
 from conjoin.ops import split_axes
-from conjoin.runtime import Exchange, LayerClock, ParallelModule, timed_layers
+from conjoin.runtime import LayerClock, ParallelModule, RowExchange, timed_layers
 
 LEAST_SECONDS = 1e-7
 """Of a layer: clocks of threads tell no less."""
@@ -62,7 +62,7 @@ class OnlineParts:
         self._step, self._device = step, step.store.device
         self._axes, own = _place_of(step, whole, len(cuts) - 1)
         whole = _as_the_plan_takes_it(whole, step.plan, self._axes)
-        self._exchange = Exchange(step.communicator, self._axes)
+        self._exchange = RowExchange(step.communicator, self._axes)
         self.part: GraphPart = whole.part(cuts, own)
         self.batch: tuple[Tensor, ...] = self._cut_out()
         self._learner = None

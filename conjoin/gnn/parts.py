@@ -18,7 +18,7 @@ from conjoin.errors import GraphError, UsageError
 from conjoin.gnn.adjacency import Adjacency, Ints, from_edges, places_of
 from conjoin.gnn.roles import BatchRoles, Role
 from conjoin.machine import Cut
-from conjoin.runtime import Exchange
+from conjoin.runtime import RowExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class GraphPart:
         """How many there are."""
         return len(self.sizes.cuts) - 1
 
-    def moved(self, sizes: PartSizes, exchange: Exchange) -> GraphPart:
+    def moved(self, sizes: PartSizes, exchange: RowExchange) -> GraphPart:
         """The part of the same number after another cut: rows and edges go between ranks, who all call it."""
         held = []
         for tensor, role in zip(self.tensors, self.roles.roles, strict=True):

@@ -29,6 +29,8 @@ _WIDE = {
     torch.float8_e4m3fn: torch.float64, torch.float8_e5m2: torch.float64,
     torch.complex64: torch.complex128, torch.complex32: torch.complex128,
 }  # fmt: skip
+_OF_BITS = "view.dtype"
+"""Looks at bits of numbers as other numbers: in double precision there are other bits, and other sizes."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -68,6 +70,11 @@ class _Widener:
             self.values[Value(node)] = Value(node)
             return
         args, types = self._change(node.args), tuple(map(_wide_type, node.types))
+        if node.op == _OF_BITS:
+            (bits,) = (self._as(self.values[value], value.type, source) for value in node.inputs)
+            made = self._add(node, (bits, *node.args[1:]), node.types, source)
+            self.values[Value(node)] = self._as(Value(made), types[0], source)
+            return
         if not _takes_default(node):
             made = self._add(node, args, types, source)
             self.values.update(zip(node.outputs(), made.outputs(), strict=True))
@@ -81,9 +88,12 @@ class _Widener:
             return
         made = self._add(node, args, node.types, source)
         for old, new, type in zip(node.outputs(), made.outputs(), types, strict=True):
-            self.values[old] = new if new.type == type else self._cast(new, type, source)
+            self.values[old] = self._as(new, type, source)
 
-    def _cast(self, value: Value, type: TensorType, source: Source | None) -> Value:
+    def _as(self, value: Value, type: TensorType, source: Source | None) -> Value:
+        """A value of a type, cast where it is of another one."""
+        if value.type == type:
+            return value
         node = make_node(CAST, bind_args(CAST, (value,), {"dtype": type.dtype}), (type,))
         self._casts.add(node)
         return Value(self.builder.add_node(node, source))

@@ -3,7 +3,7 @@
     out = sum_i out_i exp(lse_i - lse)        lse = log(sum_i exp(lse_i))
 
 Of what all blocks come to together, out and lse, each block alone finds its part of the gradients. Torch's own kernels
-are taken where they give both; else scores are written out.
+are taken where they give both; else scores of a block are written out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from conjoin.ops.first_order import first_order
 from conjoin.ops.torch_private import flash_attention, flash_attention_backward
@@ -60,7 +61,7 @@ class Attending:
     ) -> tuple[Tensor, Tensor]:
         """What queries see of some keys, and the logarithms of their sums; where they see none, nothing and -inf."""
         key, value = self._spread(key), self._spread(value)
-        if mask is None and _has_kernel(query, value):
+        if mask is None and _has_kernel(query, key, value):
             return flash_attention(query, key, value, causal, self.scale)
         scores = self._scores(query, key, causal, mask)
         lse = scores.logsumexp(-1)
@@ -79,7 +80,7 @@ class Attending:
         all keys."""
         key, value = (self._spread(x) for x in pair)
         out, lse = mixed
-        if mask is None and _has_kernel(query, value):
+        if mask is None and _has_kernel(query, key, value):
             given = gradient, query, key, value, out.to(query.dtype), lse
             found: tuple[Tensor, ...] = flash_attention_backward(given, causal, self.scale)
         else:
@@ -122,12 +123,16 @@ def attention_from_row(
 ) -> Tensor:
     """Causal attention of the last rows of a sequence: they see the first keys, and of the rest those up to their own.
 
-    There is no mask, so torch's fast kernels run, and what is computed is what is seen.
+    There is no mask, so torch's fast kernels run, and what is computed is what is seen. Where none of them gives the
+    logarithms of its sums, a mask is written for those that do not.
 
     >>> q, rows = torch.zeros(1, 1, 2, 4), torch.arange(3.0)[None, None, :, None].expand(1, 1, 3, 4)
     >>> attention_from_row(q, rows, rows, 1, None, False)[0, 0, :, 0]
     tensor([0.5000, 1.0000])
     """
+    if not _has_kernel(query, key, value):
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(first)
+        return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
     return _FromRow.apply(query, key, value, first, scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -172,9 +177,12 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0)
 
 
-def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether torch has a kernel that gives logarithms of sums too: on GPUs for halves, for heads that it knows."""
-    if query.shape[-1] != value.shape[-1]:
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch has a kernel that gives logarithms of sums too: on GPUs for halves, for heads that it knows.
+
+    Of nothing the kernel for CPUs divides by zero, and ends the process.
+    """
+    if query.shape[-1] != value.shape[-1] or not query.numel() or not key.numel():
         return False
     if not query.is_cuda:
         return query.device.type == "cpu"

@@ -154,16 +154,15 @@ def _check_names(spec: OpSpec) -> None:
 
 
 def _check_count(spec: OpSpec) -> None:
-    """Notation of more or fewer operands than the operator takes would be read as that of others."""
+    """Refuse more operands than the operator takes; fewer may be meant, where a tensor may be left out."""
     if not isinstance(spec.index, str):
         return
     kinds = [parameter.kind for parameter in signature(spec.name).parameters]
-    notation, taken = parse_notation(spec.index), kinds.count(Kind.TENSOR)
-    said = max(len(notation.operands), 1)
+    said, taken = len(parse_notation(spec.index).operands), kinds.count(Kind.TENSOR)
     if Kind.TENSORS not in kinds and said > taken:
         raise DeclarationError(
-            f"The operator {spec.name} was declared as {spec.index[:100]!r}. That has {said} operands, and it takes "
-            f"{taken} tensor{'s' * (taken != 1)}. Write the dims of each tensor that it takes, in its order."
+            f"The operator {spec.name} was declared as {spec.index[:100]!r}. That has {said} operand{'s' * (said > 1)} "
+            f"and it takes {taken} tensor{'s' * (taken != 1)}. Write the dims of each tensor it takes, in its order."
         )
 
 

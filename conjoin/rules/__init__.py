@@ -2,7 +2,7 @@
 
 from conjoin.rules.definitions.proof import Verdict, prove
 from conjoin.rules.derivation import Derivation, Deriver, Step
-from conjoin.rules.generator.exchanges import exchanges
+from conjoin.rules.generator.edge_candidates import edge_candidates
 from conjoin.rules.generator.generation import Selection, generate
 from conjoin.rules.generator.selection import Proven, drop_derived, drop_instances, prove_all
 from conjoin.rules.generator.vocabulary import (
@@ -40,7 +40,7 @@ __all__ = [
     "Derivation", "Deriver", "Entry", "Expr", "Index", "Input", "Judgement", "Library", "Made", "Match", "NearMiss",
     "OwnRules", "Parameter", "Proven", "Refused", "Rule", "RuleFile", "RuleOp", "Selection", "Standing", "Step",
     "Trials", "Verdict", "Vocabulary", "WrittenRule", "apply", "apply_all", "certify", "change_of", "drop_derived",
-    "drop_instances", "exchanges", "find_matches", "generate", "inputs_of", "judge", "kept_values", "load_rules",
+    "drop_instances", "edge_candidates", "find_matches", "generate", "inputs_of", "judge", "kept_values", "load_rules",
     "make_entry", "make_library", "method_of", "of_each_function", "operators_in", "operators_version",
     "parse_expressions", "parse_rule", "parse_rules", "prove", "prove_all", "prove_rules", "reasons_of", "refute",
     "rehearse", "save_rules", "try_out", "why", "with_groups",

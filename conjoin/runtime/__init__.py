@@ -2,7 +2,7 @@
 
 from conjoin.runtime.data_loader import Loader, collate_samples
 from conjoin.runtime.loading import connect, load
-from conjoin.runtime.movement.dealt_edges import Exchange
+from conjoin.runtime.movement.dealt_edges import RowExchange
 from conjoin.runtime.movement.layer_clock import LayerClock, timed_layers
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pipelines.stage_transfers import Crossing
@@ -49,13 +49,13 @@ from conjoin.runtime.verification.plan_check import (
 from conjoin.runtime.verification.steps import Reference
 
 __all__ = [
-    "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication",
-    "Concurrency", "Crossing", "Difference", "Exchange", "LayerClock", "Loader", "Pace", "ParallelModule", "Piece",
-    "PlainModel", "Planner", "Recorded", "Reference", "Session", "Site", "Timed", "Verdict", "Weights", "World",
-    "axis_sets", "calibrate_collectives", "check_capture", "check_init", "check_made_for", "check_target",
-    "check_weights_target", "check_world", "collate_samples", "communicator_over", "compare_rank",
-    "compare_with_model", "connect", "copied_for_check", "find_weights", "full_state_dict", "has_checkpoint", "is_any",
-    "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict", "measure_communication",
-    "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "save_weights", "time_collectives",
-    "timed_layers", "to_module", "train_alone", "verdict", "verify_in_process",
+    "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication", "Concurrency",
+    "Crossing", "Difference", "LayerClock", "Loader", "Pace", "ParallelModule", "Piece", "PlainModel", "Planner",
+    "Recorded", "Reference", "RowExchange", "Session", "Site", "Timed", "Verdict", "Weights", "World", "axis_sets",
+    "calibrate_collectives", "check_capture", "check_init", "check_made_for", "check_target", "check_weights_target",
+    "check_world", "collate_samples", "communicator_over", "compare_rank", "compare_with_model", "connect",
+    "copied_for_check", "find_weights", "full_state_dict", "has_checkpoint", "is_any", "join_ranks", "launch", "load",
+    "load_checkpoint", "load_optimizer_state_dict", "measure_communication", "optimizer_state_dict", "record",
+    "run_ranks", "save_checkpoint", "save_weights", "time_collectives", "timed_layers", "to_module", "train_alone",
+    "verdict", "verify_in_process",
 ]  # fmt: skip

@@ -65,20 +65,20 @@ def record(step: Callable[[], Any]) -> list[Recorded]:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class CollectiveLabel:
     """The name of a collective that is carried out by single messages, and which one it is."""
 
     kind: str
     number: int
 
     @staticmethod
-    def new(kind: str) -> Mark:
-        return Mark(kind, next(_numbers))
+    def new(kind: str) -> CollectiveLabel:
+        return CollectiveLabel(kind, next(_numbers))
 
 
-def marked(mark: Mark) -> AbstractContextManager[object]:
+def labelled(label: CollectiveLabel) -> AbstractContextManager[object]:
     """Around the start of a collective, and around the wait for it: a recording has it from the one to the other."""
-    return record_function(f"{_MARK}{mark.kind} {mark.number}") if is_profiling() else nullcontext()
+    return record_function(f"{_MARK}{label.kind} {label.number}") if is_profiling() else nullcontext()
 
 
 def collective_name(name: str) -> str | None:
@@ -114,7 +114,7 @@ def _on_cpu(events: Sequence[Any]) -> list[Recorded]:
 
 
 def _is_part(event: Any, marks: Sequence[Any]) -> bool:
-    """Whether it is a message of a collective that is marked."""
+    """Whether it is a message of a collective that has a label."""
     start = event.time_range.start
     spans = (mark.time_range for mark in marks) if event.name in _MESSAGES else ()
     return any(span.start <= start <= span.end for span in spans)

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from conjoin.ir import Graph, LeafKind, Node, Value, operators_of, origin
 
-Places = list[tuple[int, int]]
+IndexPairs = list[tuple[int, int]]
 
 
 def find_counterparts(graph: Graph, other: Graph) -> dict[Node, Node]:
@@ -67,7 +67,7 @@ def _keys(graph: Graph, operators: Sequence[Node]) -> list[tuple[Hashable, ...]]
     return keys
 
 
-def _by_weights(mine: Sequence[tuple[Hashable, ...]], yours: Sequence[tuple[Hashable, ...]]) -> Places:
+def _by_weights(mine: Sequence[tuple[Hashable, ...]], yours: Sequence[tuple[Hashable, ...]]) -> IndexPairs:
     """The places of what reads the same weights, each once."""
     once = [_once(keys) for keys in (mine, yours)]
     return sorted((i, once[1][key]) for key, i in once[0].items() if key in once[1])
@@ -78,7 +78,7 @@ def _once(keys: Sequence[tuple[Hashable, ...]]) -> Mapping[Hashable, int]:
     return {key: i for i, key in enumerate(keys) if len(key) > 1 and counts[key] == 1}
 
 
-def _rising(places: Places) -> Places:
+def _rising(places: IndexPairs) -> IndexPairs:
     """The longest row of pairs in which both go on: what stands in another order in the other graph is left out."""
     ends: list[int] = []
     last: list[int] = []
@@ -87,7 +87,7 @@ def _rising(places: Places) -> Places:
         at = bisect_left(ends, j)
         before.append(last[at - 1] if at else -1)
         ends[at : at + 1], last[at : at + 1] = [j], [k]
-    row: Places = []
+    row: IndexPairs = []
     k = last[-1] if last else -1
     while k >= 0:
         row.append(places[k])

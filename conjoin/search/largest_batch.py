@@ -7,7 +7,7 @@ answer is looked for; what is told was planned and simulated, and so was the nex
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, prod
 
 from conjoin.cost import CostModel
@@ -143,8 +143,8 @@ def _in_micro_batches(question: FitQuestion, machine: Machine, found: Sequence[F
     best = max(found, key=lambda fit: fit.samples_per_second)
     if not best.fits or best.micro > 1:
         return []
-    more = _largest(question, machine, best.strategy, best.recompute, micro=2)
-    return [more] if more.fits else []
+    more = _largest(question, machine, best.strategy, "", micro=2)
+    return [replace(more, recompute=best.recompute)] if more.fits else []
 
 
 def _each_mode(question: FitQuestion, machine: Machine, name: str) -> Iterator[Fit]:
@@ -159,11 +159,11 @@ def _each_mode(question: FitQuestion, machine: Machine, name: str) -> Iterator[F
 
 def _largest(question: FitQuestion, machine: Machine, name: str, mode: str, micro: int) -> Fit:
     """The largest batch by one strategy, or why there is none."""
-    strategy = _written(name, mode, micro)
-    if _is_pipeline(name):
-        request = read_request(name)
-        micro = request.micro if request.asks_micro else usual_micro_batches(machine, request)
-        strategy = _written(name, mode, 1 if request.asks_micro else micro)
+    request = read_request(name)
+    if _is_pipeline(name) and not request.asks_micro:
+        micro = usual_micro_batches(machine, request)
+    strategy = _written(name, mode, 1 if request.asks_micro else micro)
+    micro = request.micro if request.asks_micro else micro
     first = machine.num_devices * micro
     least = least_bytes(name, question.graph(first), machine.mesh, OPTIMIZER_COPIES[question.optimizer])
     if least > machine.usable_bytes:

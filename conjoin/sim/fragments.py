@@ -93,7 +93,6 @@ Places = tuple[tuple[str, int], ...]
 """Axes with the one place of each where something happens."""
 
 
-
 @dataclass
 class Drafts:
     """Makes the fragments of operators; equal ones are made once, and are then the same object."""
@@ -372,11 +371,11 @@ class Drafts:
         found: list[Fragment] = []
         for phase, sent in zip((Phase.FORWARD, Phase.BACKWARD), ring_bytes_of(node, placed, self.mesh), strict=True):
             there = phase is Phase.FORWARD
-            products = [computed(node.op, phase, cost.forward if there else cost.backward, cost) for cost in costs]
+            own = [computed(node.op, phase, cost.forward if there else cost.backward, cost) for cost in costs]
             steps: list[Instruction] = []
-            for i in range(max(len(products), len(sent.steps))):
+            for i in range(max(len(own), len(sent.steps))):
                 moved = [self._passed_on(ring, sent.steps[i].largest, phase)] if i < len(sent.steps) else []
-                steps += (*moved, *products[i : i + 1], *waits_for(moved))
+                steps += (*moved, *own[i : i + 1], *waits_for(moved))
             before, after = (self._swapped(ring, some, phase) for some in (sent.before, sent.after))
             found.append((*before, *steps, *after))
         return found[0], found[1]

@@ -158,6 +158,7 @@ class _Arrivals:
             self._go_on(rank)
         while self._flowing or self._landing:
             now = self._advance(now)
+        assert not any(self._ends), "nobody waits for ever"
         return now
 
     def _go_on(self, rank: _Rank) -> None:

@@ -98,14 +98,14 @@ def last_tick(
 
 def _read(fragments: Sequence[Fragment]) -> _Program | None:
     """The program in a row; None where an event is one of some classes of devices only."""
-    found = _Reading()
+    found = _ProgramSoFar()
     for fragment in fragments:
         if not found.take(fragment):
             return None
     return _Program(tuple(found.tasks), tuple(found.targets), found.firsts, np.array(found.codes, np.int64))
 
 
-class _Reading:
+class _ProgramSoFar:
     """A program as far as it was read. What a fragment without events is was found when it was first seen."""
 
     def __init__(self) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +24,8 @@ from conjoin import capture
 from conjoin.errors import RankError, UsageError
 from conjoin.machine import Machine
 from conjoin.search import make_plan
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.cli.processes import Forked
+from tests.waiting import HUNG_SECONDS
 
 
 def _why_not() -> str:
@@ -154,22 +152,21 @@ def test_nothing_is_left_after_errors_a_timeout_or_a_forgotten_child() -> None:
 
 
 @needs_namespaces
-def test_a_killed_parent_leaves_nothing() -> None:
-    program = (
+def test_a_killed_parent_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(
         "import os, time\nfrom benchmarks.emulated_cluster import Cluster\n"
         "with Cluster(2, 1, 1e8) as cluster:\n"
         "    print(*cluster._inodes, flush=True)\n"
         "    cluster.run(lambda rank: os.write(1, b'up\\n') and time.sleep(60), timeout=60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        cluster = Cluster(2, 1, 1e8)
-        cluster._inodes = {int(word) for word in parent.stdout.readline().split()}
-        assert parent.stdout.readline() == "up\n"
-        assert cluster.processes()
-        os.kill(parent.pid, signal.SIGKILL)
-        parent.wait()
-        assert _are_gone(cluster)
+    parent = Forked(tmp_path, "parent", ())
+    cluster = Cluster(2, 1, 1e8)
+    cluster._inodes = {int(word) for word in parent.stdout.readline().split()}
+    assert parent.stdout.readline() == "up\n"
+    assert cluster.processes()
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate(HUNG_SECONDS)
+    assert parent.returncode == -signal.SIGKILL and _are_gone(cluster)
 
 
 @needs_namespaces

@@ -50,7 +50,7 @@ def test_unity(tmp_path: Path) -> None:
 
 def test_joint_and_sequential(tmp_path: Path) -> None:
     output = tmp_path / "joint.json"
-    asked = ["--models", "candle-uno:tiny", "--gpus", "6", "--budget", "1", "--workers", "2", "--output", str(output)]
+    asked = ["--models", "candle-uno:tiny", "--gpus", "6", *BUDGET, "--workers", "2", "--output", str(output)]
     assert unity_joint.main(asked) == 0
     data = _read(output)
     assert [row["search"] for row in data["rows"]] == ["joint", "sequential", "taso-then-flexflow"]

@@ -23,9 +23,9 @@ Run = Callable[..., Ran]
 
 
 def test_two_ranks_give_a_table_and_a_file(run: Run, folder: Path) -> None:
-    shown = run("calibrate", "--machine", "local:2", "--seconds", "2", "-o", "machine.toml")
+    shown = run("calibrate", "--machine", "local:2", "--seconds", "0.5", "-o", "machine.toml")
     assert shown.code == 0, shown.err
-    assert shown.err == "calibrating local: 1 node × 2 cpu, axes d0:2 for about 2 s\n", "one line, of rank 0"
+    assert shown.err == "calibrating local: 1 node × 2 cpu, axes d0:2 for about 0.5 s\n", "one line, of rank 0"
     lines = shown.out.splitlines()
     assert lines[0] == "local: 1 node × 2 cpu, axes d0:2" and lines[1].split()[0] == "axes"
     rows = [line.split() for line in lines if line.startswith("d0 ")]
@@ -41,7 +41,7 @@ def test_two_ranks_give_a_table_and_a_file(run: Run, folder: Path) -> None:
 
 
 def test_json_has_every_point(run: Run) -> None:
-    shown = run("calibrate", "--machine", "local:2", "--seconds", "1", "--json")
+    shown = run("calibrate", "--machine", "local:2", "--seconds", "0.5", "--json")
     found = json.loads(shown.out)
     assert shown.code == 0 and found["saved"] is None and found["concurrency"] is None
     assert [(fit["kind"], fit["axes"]) for fit in found["collectives"]] == [(kind, ["d0"]) for kind in COLLECTIVE_KINDS]
@@ -55,7 +55,7 @@ def test_json_has_every_point(run: Run) -> None:
 
 
 def test_one_rank_has_only_its_device(run: Run) -> None:
-    shown = run("calibrate", "--machine", "local:1", "--seconds", "1", "-o", "one.toml")
+    shown = run("calibrate", "--machine", "local:1", "--seconds", "0.5", "-o", "one.toml")
     assert shown.code == 0 and "collective" not in shown.out and "device  " in shown.out
     machine = Machine.load("one.toml")
     check_machine(machine)
@@ -65,7 +65,7 @@ def test_one_rank_has_only_its_device(run: Run) -> None:
 def test_every_call_of_a_plan_is_measured_and_kept(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONJOIN_COSTS", str(folder / "kept.sqlite"))
     run("plan", "my_models.py:with_loss", "--machine", "local:2", "--strategy", "data-parallel", "-o", "plan.json")
-    options = ("--machine", "local:2", "--seconds", "1", "--plan", "plan.json", "--optimizer", "sgd")
+    options = ("--machine", "local:2", "--seconds", "0.5", "--plan", "plan.json", "--optimizer", "sgd")
     shown = run("calibrate", *options, "-o", "machine.toml")
     assert shown.code == 0, shown.err
     (line,) = (line for line in shown.out.splitlines() if line.startswith("measured"))

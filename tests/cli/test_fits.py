@@ -43,6 +43,27 @@ def test_the_largest_batch_fits_and_the_next_larger_does_not(run: Run, folder: P
     assert by_mode["none"] < by_mode["selective"] < by_mode["full"]
 
 
+@pytest.mark.parametrize("strategy", ["fsdp+recompute=full+micro=4", "pipeline:pp=2,micro=4+recompute=full"])
+def test_a_strategy_may_say_its_micro_batches(strategy: str, run: Run, folder: Path) -> None:
+    (row,) = json.loads(run("fits", *MODEL, *MACHINE, "--strategy", strategy, "--json").out)["fits"]
+    assert row["fits"] and row["micro_batches"] == 4 and row["batch"] % 4 == 0 and row["strategy"] == strategy
+    over = row["next_larger"]
+    found = [memory_of(run, batch, strategy) for batch in (row["batch"], over["batch"])]
+    assert [memory["fits"] for memory in found] == [True, False]
+    assert [memory["peak"] for memory in found] == [row["peak_bytes"], over["peak_bytes"]]
+
+
+def test_the_best_is_told_in_micro_batches_also_where_it_runs_blocks_again(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is memory for one sample on each device, where blocks are run again."""
+    peak = memory_of(run, 4, "fsdp+recompute=full+micro=2")["peak"]
+    monkeypatch.setattr(Machine, "usable_bytes", property(lambda machine: peak))
+    rows = json.loads(run("fits", *MODEL, *MACHINE, "--strategy", "fsdp", "--json").out)["fits"]
+    assert [row["strategy"] for row in rows if row["fits"]] == ["fsdp+recompute=full", "fsdp+recompute=full+micro=2"]
+    assert {row["recompute"] for row in rows if row["fits"]} == {"full"}
+
+
 def test_what_is_told_to_people(run: Run) -> None:
     lines = run("fits", *MODEL, *MACHINE, "--strategy", "fsdp+recompute=full").out.splitlines()
     assert (

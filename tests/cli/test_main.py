@@ -196,11 +196,11 @@ def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stopped == Ran(130, "", "stopped\n")
 
 
-def test_ctrl_c_in_a_process_of_its_own(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
+def test_ctrl_c_in_a_process_of_its_own(fork: Callable[..., Forked], folder: Path) -> None:
     slow = "import time\n\ndef make():\n    print('started', flush=True)\n    time.sleep(60)\n"
     (folder / "slow.py").write_text(slow)
-    process = start("inspect", "slow.py:make", "-o", "graph.json")
-    assert process.stderr is not None and process.stderr.readline() == "started\n"
+    process = fork("inspect", "slow.py:make", "-o", "graph.json")
+    assert process.stderr.readline() == "started\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=HUNG_SECONDS)
     assert (process.returncode, out, err) == (130, "", "stopped\n")

@@ -19,6 +19,7 @@ import torch
 from conjoin.cli.trainer import stop_request
 from conjoin.cli.trainer.folder_hold import FolderHold
 from conjoin.cli.trainer.stop_request import StopRequest
+from conjoin.runtime.ranks import rank_processes
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -504,7 +505,10 @@ def test_a_checkpoint_that_cannot_be_gone_on_from(single: str, run: Run, folder:
     assert {path.name: path.read_bytes() for path in (folder / "kept").iterdir()} == before
 
 
-def test_a_rank_that_is_killed_is_named_and_training_goes_on(plan: Path, run: Run, folder: Path) -> None:
+def test_a_rank_that_is_killed_is_named_and_training_goes_on(
+    plan: Path, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "_GRACE_SECONDS", 1.0)  # the other one waits for it
     command = ("run", str(plan), GOOD, "--steps", "4", "--checkpoint", "kept", "--save-every", "1", "--resume")
     killed = run(*command, "--data", "mine.py:Deadly", "--json").refused()
     assert "Rank 1" in killed and "Start again from the last checkpoint" in killed

@@ -20,7 +20,7 @@ from tests.ir.wording import assert_three_sentences
 Run = Callable[..., Ran]
 LENET = ("plan", "lenet:tiny", "--machine", "local:4", "--batch", "8")
 MLP = ("mlp:tiny", "--machine", "dgx-h100", "--batch", "8")
-SEARCH = ("plan", *MLP, "--budget", "1s")
+SEARCH = ("plan", *MLP, "--budget", "0.2s")
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +178,7 @@ def test_memory_that_no_plan_keeps_to_is_told(run: Run, folder: Path) -> None:
 
 
 def test_compare_puts_strategies_and_searches_side_by_side(run: Run) -> None:
-    shown = run("compare", *MLP, "--search", "named", "--budget", "1s")
+    shown = run("compare", *MLP, "--search", "named", "--budget", "0.2s")
     assert shown.code == 0 and shown.err == ""
     prices, heading, *lines = shown.out.splitlines()
     assert prices.startswith("prices       all estimated from data sheets; published steps on H100 were off by 8%")
@@ -198,7 +198,7 @@ def test_compare_takes_the_strategies_that_are_asked_for(run: Run) -> None:
 
 
 def test_compare_prints_json_the_fastest_that_fit_first(run: Run) -> None:
-    free = json.loads(run("compare", *MLP, "--search", "joint", "--budget", "1s", "--json").out)
+    free = json.loads(run("compare", *MLP, "--search", "joint", "--budget", "0.2s", "--json").out)
     made = [row for row in free if "seconds_per_step" in row]
     refused = [row for row in free if set(row) == {"name", "search_seconds", "reason"}]
     assert refused and free == made + refused
@@ -210,7 +210,7 @@ def test_compare_prints_json_the_fastest_that_fit_first(run: Run) -> None:
     searched = [row for row in made if row["name"] == "search: joint"]
     assert len(searched) == 1 and searched[0]["search_seconds"] > 0
     limit = sorted(row["peak_bytes"] for row in made)[len(made) // 2]
-    tight = ("--memory", f"{limit}B", "--search", "named", "--budget", "1s", "--json")
+    tight = ("--memory", f"{limit}B", "--search", "named", "--budget", "0.2s", "--json")
     fitting = [row["fits"] for row in json.loads(run("compare", *MLP, *tight).out) if "fits" in row]
     assert True in fitting and False in fitting and fitting == sorted(fitting, reverse=True)
 
@@ -231,7 +231,7 @@ def test_devices_that_stand_idle_are_told(run: Run, folder: Path) -> None:
     """One device of two has a twentieth of the other's rate, and none for bfloat16."""
     (folder / "mixed.toml").write_text(MIXED)
     (folder / "half.py").write_text(HALF)
-    asked = ("half.py:build", "--machine", "mixed.toml", "--budget", "1s")
+    asked = ("half.py:build", "--machine", "mixed.toml", "--budget", "0.2s")
     compared = run("compare", *asked, "--search", "named").out.splitlines()
     prices, rates, alone, heading = compared[:4]
     assert prices.endswith("were off by 8% in the median, 23% at worst; no step on K80-12GB was ever compared")
@@ -402,7 +402,7 @@ def alone():
 def test_a_search_says_why_it_looked_for_no_stages(run: Run, tmp_path: Path) -> None:
     """A pipeline gives the loss alone: what a model gives beside it keeps them out, which nobody would guess."""
     (tmp_path / "two.py").write_text(TWO_OUTPUTS)
-    ask = lambda made, *more: run("plan", f"two.py:{made}", "--machine", "dgx-h100:1x2", "--budget", "1s", *more)
+    ask = lambda made, *more: run("plan", f"two.py:{made}", "--machine", "dgx-h100:1x2", "--budget", "0.2s", *more)
     told = ask("both")
     assert told.code == 0
     assert "\nstages       none were looked for: the model gives 1 tensor beside its loss" in told.out

@@ -458,7 +458,7 @@ def test_under_torchrun(run: Run, plan: Callable[..., str], folder: Path, fork: 
         f"run {alone} nets.py:mlp --steps 1",
         f"{command} --steps 2 --trace trace.json",
         f"verify '{name}' {' '.join(ask)} --steps 2",
-        "calibrate --seconds 1 -o machine.toml",
+        "calibrate --seconds 0.5 -o machine.toml",
     ]
     launcher = fork("--standalone", *options[:2], "commands.py", *commands, module="torch.distributed.run")
     out, err = launcher.communicate(timeout=HUNG_SECONDS)

@@ -8,10 +8,13 @@ from time import process_time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conjoin import comm
 from conjoin.comm import (
+    CHUNK_BYTES,
     Atomic,
     Form,
     Grid,
@@ -19,6 +22,7 @@ from conjoin.comm import (
     TransferPlan,
     WholeSlices,
     best_chunks,
+    plan_crossing,
     plan_transfer,
     reduced_for_transfer,
 )
@@ -27,7 +31,7 @@ from conjoin.comm.senders import depth_first, longest_first, naive, randomized, 
 from conjoin.errors import PlanError
 from conjoin.ir import region_of
 from conjoin.machine import Axis, Mesh
-from conjoin.ops import At, Invariant, Layout, Partial, Placement, Split
+from conjoin.ops import At, Invariant, Layout, Partial, Placement, Split, TensorType
 
 Side = tuple[Layout, Grid]
 
@@ -239,6 +243,19 @@ def test_what_goes_on_inside_hosts_is_told() -> None:
     same = plan_transfer(SHAPE, 4, ((), source), ((), source))
     assert (same.most, same.most_inside, same.seconds(1.0)) == (0, 0, 0.0)
     assert all(message.sender == message.receiver for messages in same.rounds() for message in messages)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 8])
+def test_a_chunk_of_a_slice_is_worth_a_message(num_hosts: int) -> None:
+    """Between stages of many devices slices are small: hundredths of the tensor are not what is sent."""
+    source = Grid.of_hosts(num_hosts, 4)
+    target = Grid.of_hosts(num_hosts, 4, first_device=4 * num_hosts, first_host=num_hosts)
+    rows = tuple((axis.name, Split(0)) for axis in source.mesh.axes)
+    type = TensorType((1024, 2048), torch.float32)
+    plan = plan_crossing(type, (rows, source), ((), target))
+    sent = [m for messages in plan.rounds() for m in messages if m.sender != m.receiver]
+    assert 1 < plan.chunks < comm.CHUNKS
+    assert sum(m.end - m.begin for m in sent) * 4 >= len(sent) * CHUNK_BYTES
 
 
 def test_more_latency_asks_for_fewer_chunks() -> None:

@@ -67,12 +67,12 @@ def test_of_other_indices_the_length_of_a_piece_says_it_all() -> None:
     """For all declarations: a piece that lies elsewhere is computed by the same calls."""
     compared = set()
     for spec in all_ops():
-        for seed in range(6):
+        for seed in range(4):
             call = random_call(spec, Random(seed))
             sizes, by_place = space_of(spec, call).sizes, indices_by_place(spec, call)
             for index in {rule.index for rule in sharding_rules(spec, call)} - by_place - {None}:
                 assert index is not None
-                for size in range(1, sizes[index]):
+                for size in {1, sizes[index] // 2, sizes[index] - 1} - {0}:
                     found = {local_calls(call, ((index, (start, start + size)),)) for start in (0, sizes[index] - size)}
                     assert len(found) == 1, f"{call} by pieces of {index}"
                     compared.add(spec.name)

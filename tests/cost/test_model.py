@@ -13,17 +13,18 @@ from conjoin.cost import (
     CostModel,
     Fit,
     Measurement,
+    MeasurementStore,
     OperatorCost,
     Profile,
     Seconds,
     Source,
-    Store,
     copy_key,
     read_key,
     shipped_profiles,
     update_key,
     write_key,
 )
+from conjoin.cost.device_costs import DeviceCosts
 from conjoin.errors import UsageError
 from conjoin.machine import DeviceType, parse_machine
 from conjoin.ops import LINEAR_RELU, Call, TensorType
@@ -169,7 +170,7 @@ def test_estimates_grow_with_size(device: DeviceType) -> None:
 
 def test_a_store_counts_for_more_than_a_profile_and_this_torch_more_than_others(tmp_path: Path) -> None:
     call, needs = linear(64), (0, 1)
-    with Store(tmp_path / "costs.sqlite") as store:
+    with MeasurementStore(tmp_path / "costs.sqlite") as store:
         store.add(GPU.name, "0.1", [timed(call, needs, 2e-3)])
         shipped = [profile(GPU, timed(call, needs, 1e-3))]
         assert CostModel([store], shipped).operator(call, needs, GPU).forward.value == 2e-3
@@ -182,7 +183,7 @@ def test_a_store_counts_for_more_than_a_profile_and_this_torch_more_than_others(
 def test_a_store_of_many_measurements_gives_efficiencies(tmp_path: Path) -> None:
     known = [timed(linear(2**power, bias=True), (), 2 * 2**power * 256 * 512 / 1e13 / 0.2) for power in range(11, 17)]
     known += [timed(Call("relu", (f32(8, size),)), (), 1e-6) for size in range(1, 40)]
-    with Store(tmp_path / "costs.sqlite") as store:
+    with MeasurementStore(tmp_path / "costs.sqlite") as store:
         store.add(GPU.name, torch.__version__, known)
         cost = CostModel([store], ()).operator(Call("mm", (f32(4096, 4096), f32(4096, 4096))), (), GPU)
     assert cost.forward.source is Source.ESTIMATED
@@ -291,3 +292,18 @@ def test_convolutions_of_images_whose_channels_lie_last_have_prices_of_their_own
     call = Call("conv2d", (x, w, None, (1, 1), (3, 3), (1, 1), 96))
     first, last = (CostModel().operator(each, (0, 1), H200) for each in (call, replace(call, channels_last=True)))
     assert last.forward.value + last.backward.value < 0.7 * (first.forward.value + first.backward.value)
+
+
+def test_of_measured_calls_only_those_of_a_kind_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "conv2d f32[16,256,32,32] f32[256,256,3,3] none [1, 1] [2, 2] [2, 2] 1 | grads 0,1"
+    asked, estimates = [], DeviceCosts._estimates
+
+    def noted(self: DeviceCosts, call: Call, needs: tuple[int, ...]) -> tuple[float, float]:
+        asked.append(call)
+        return estimates(self, call, needs)
+
+    monkeypatch.setattr(DeviceCosts, "_estimates", noted)
+    CostModel().operator(*read_key(key), H200)  # type: ignore[misc]
+    (profile,) = (profile for profile in shipped_profiles() if profile.device == H200.name)
+    of_convolutions = sum(outcome.key.startswith("conv2d ") for outcome in profile.outcomes)
+    assert 0 < len(asked) < of_convolutions / 10

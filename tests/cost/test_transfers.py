@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 import torch
 
-from conjoin.cost import OPTIMIZERS, CostModel, Measurement, Source, Store, measure_update, shipped_profiles
+from conjoin.cost import OPTIMIZERS, CostModel, Measurement, MeasurementStore, Source, measure_update, shipped_profiles
 from conjoin.cost.transfers import read_update
 from conjoin.machine import Machine
 from conjoin.ops import Call, TensorType
@@ -37,7 +37,7 @@ DAMAGED = (
 
 def test_damaged_keys_of_a_store_change_no_price(tmp_path: Path) -> None:
     x, w = TensorType((64, 1024), torch.float32), TensorType((1024, 1024), torch.float32)
-    with Store(tmp_path / "costs.sqlite") as store:
+    with MeasurementStore(tmp_path / "costs.sqlite") as store:
         store.add(H200.name, torch.__version__, [Measurement(key, 1.0, 1.0, 1.0, 1.0, 0.0) for key in DAMAGED])
         found, plain = CostModel(stores=[store]), CostModel()
         for call, needs in ((Call("relu", (x,)), (0,)), (Call("linear", (x, w, None)), (0, 1))):

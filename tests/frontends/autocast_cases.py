@@ -39,6 +39,7 @@ LOWER: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "conv2d": lambda h, x, w: F.conv2d(x[None, :, :, None], w[:, :, None, None]),
     "conv_transpose1d": lambda h, x, w: F.conv_transpose1d(x[None], w[:, :, None]),
     "prelu": lambda h, x, w: F.prelu(x, w[0, :1]),
+    "gru_cell": lambda h, x, w: torch.gru_cell(x, x, torch.cat([w, w, w]), torch.cat([w, w, w])),
     "scaled_dot_product_attention": lambda h, x, w: F.scaled_dot_product_attention(x[None], w[None], w[None]),
 }
 FULLER: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -69,6 +70,7 @@ FULLER: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "cat, the widest": lambda h, x, w: torch.cat([h, x]),
     "stack, the widest": lambda h, x, w: torch.stack([h, x]),
     "atan2, the widest": lambda h, x, w: torch.atan2(h, x),
+    "grid_sample, the widest": lambda h, x, w: F.grid_sample(h[None, None], x.view(1, 2, 4, 2), align_corners=False),
     "add, by promotion": lambda h, x, w: h + x,
 }
 AS_IT_IS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,25 @@ def test_cross_entropy_on_cuda_takes_logarithms_in_half_precision() -> None:
     want = nn.functional.nll_loss(half.log_softmax(1).float(), zeros())
     found = to_module(graph, model)(X)["cross_entropy"]
     assert torch.equal(found, want) and not torch.equal(found, nn.functional.cross_entropy(half.float(), zeros()))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer = layer(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cuda", dtype=HALF):
+            return self.layer(x)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_layers_on_cuda_compute_in_half_precision(layer: type[nn.Module]) -> None:
+    """What CUDA's lists have of them is the kernel inside."""
+    with torch.device("meta"):
+        graph = capture(Recurrent(layer), torch.zeros((2, 4, 4) if issubclass(layer, nn.RNNBase) else (4, 4)))
+    (node,) = (node for node in graph.nodes if node.op not in ("zeros", "_to_copy"))
+    assert {value.type.dtype for value in node.inputs} == {type.dtype for type in node.types} == {HALF}
 
 
 def zeros() -> Tensor:

@@ -513,7 +513,7 @@ class Hidden(nn.Module):
         self.layer, self.read = nn.Linear(4, 4), read
         self.listed = [nn.Parameter(torch.randn(4, 4))]
         self.named = {"w": torch.randn(4, requires_grad=True)}
-        self.parts = (nn.Linear(4, 4, bias=False),)
+        self.parts = (nn.Linear(4, 4, bias=False), nn.LSTM(4, 4, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.read(self, self.layer(x))
@@ -526,8 +526,9 @@ class Hidden(nn.Module):
         (lambda m, h: torch.stack([m.listed[0], m.layer.weight]).sum(0) @ h.mT, "listed[0]"),
         (lambda m, h: nn.functional.layer_norm(h, (4,), weight=m.named["w"]), "named['w']"),
         (lambda m, h: m.parts[0](h), "parts[0].weight"),
+        (lambda m, h: m.parts[1](h)[0], "parts[1].weight_ih_l0"),
     ],
-    ids=["list", "stacked", "dict", "module in a tuple"],
+    ids=["list", "stacked", "dict", "module in a tuple", "LSTM in a tuple"],
 )
 def test_a_parameter_in_a_plain_container_is_refused_by_name(read: Any, name: str) -> None:
     told = refused(Hidden(read))
@@ -541,11 +542,11 @@ def test_a_hidden_parameter_that_is_read_without_gradients_is_told(caplog: pytes
     def read(m: Any, h: Tensor) -> Tensor:
         with torch.no_grad():
             taught = m.parts[0](h)
-        return (h - taught) * m.listed[0].detach()[0] * m.listed[0].shape[0]
+        return (h - taught) * m.listed[0].detach()[0] * m.listed[0].shape[0] * m.named["w"].data
 
     capture(Hidden(read), X)
-    assert all(f"a parameter {n}" in caplog.text for n in ("parts[0].weight", "listed[0]"))
-    assert "the graph keeps it as it was at capture" in caplog.text and "named" not in caplog.text
+    assert all(f"a parameter {n}" in caplog.text for n in ("parts[0].weight", "listed[0]", "named['w']"))
+    assert "the graph keeps it as it was at capture" in caplog.text and "parts[1]" not in caplog.text
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

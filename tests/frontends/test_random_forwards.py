@@ -14,7 +14,7 @@ from conjoin.errors import CaptureError
 from conjoin.frontends import capture
 from conjoin.runtime import to_module
 
-NUM_SEEDS, CHUNK, NUM_STEPS = 100, 10, 9
+NUM_SEEDS, CHUNK, NUM_STEPS = 60, 10, 9
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
 Made = list[Tensor]
 

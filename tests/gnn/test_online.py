@@ -28,7 +28,7 @@ from conjoin.gnn import (
 )
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
-from conjoin.runtime import Exchange, ParallelModule, run_ranks
+from conjoin.runtime import ParallelModule, RowExchange, run_ranks
 from conjoin.runtime.program.other_plans import OtherPlans
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.state.storage import Store
@@ -156,7 +156,7 @@ def test_what_moves_between_ranks_is_what_another_cut_has(num_parts: int, seed: 
     one, other = (np.array([0, *sorted(random.integers(VERTICES + 1, size=num_parts - 1)), VERTICES]) for _ in range(2))
 
     def go(ranks: Communicator) -> bool:
-        exchange = Exchange(ranks, tuple(axis.name for axis in ranks.mesh.axes))
+        exchange = RowExchange(ranks, tuple(axis.name for axis in ranks.mesh.axes))
         moved = whole.part(one, ranks.rank).moved(whole.sizes(other), exchange)
         wanted = whole.part(other, ranks.rank)
         return all(map(torch.equal, moved.tensors, wanted.tensors)) and moved.sizes == wanted.sizes

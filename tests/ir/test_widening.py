@@ -86,6 +86,16 @@ def test_a_widened_graph_is_well_formed_and_computes_in_double(name: str) -> Non
         torch.testing.assert_close(found.float(), plain.float(), rtol=0.05, atol=0.05)
 
 
+def test_what_looks_at_the_bits_of_numbers_looks_at_those_they_have() -> None:
+    """Twice as many bits would be other numbers, and twice as many of them."""
+    graph, model = graph_of(lambda x: (x.detach().view(torch.int32) & 0x7FFFFFFF).view(torch.float32) * x)
+    wide = verify(widen(graph))
+    x = torch.linspace(-1, 1, 16).reshape(4, 4).double()
+    found, plain = to_module(wide, model.double())(x), to_module(graph, model.float())(x.float())
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found.float(), plain, rtol=1e-5, atol=1e-5)
+
+
 def test_leaves_constants_and_what_is_returned() -> None:
     graph = verify(parse_graph(TEXT))
     wide = verify(widen(graph))

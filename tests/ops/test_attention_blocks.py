@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from conjoin.ops import ATTENTION_FROM_ROW, execute
+from conjoin.ops import ATTENTION_FROM_ROW, Attending, execute
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -25,3 +25,20 @@ def test_later_rows_see_what_a_mask_lets_them_see(
     told, made = (torch.autograd.grad(out, tensors, given) for out in (wanted, found))
     for one, other in zip((wanted, *told), (found, *made), strict=True):
         assert (one - other).abs().max() < error and one.dtype == other.dtype
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 0, 5), (0, 2, 3, 5), (2, 0, 3, 5), (2, 2, 3, 0), (2, 2, 0, 0)])
+def test_what_sees_nothing_or_is_nothing_does_not_end_the_process(sizes: tuple[int, int, int, int]) -> None:
+    """Of samples, heads, queries or keys a rank may have none."""
+    batch, heads, rows, keys = sizes
+    query, key = (torch.randn(batch, heads, count, 4, dtype=torch.float64) for count in (rows, keys))
+    attending = Attending(0.5, 1)
+    out, lse = attending.forward(query, key, key, False)
+    assert out.shape == query.shape and not out.any() and (not keys or not lse.numel() or lse.isfinite().all())
+    found = attending.backward(out, query, (key, key), (out, lse), False)
+    assert [x.shape for x in found[:3]] == [query.shape, key.shape, key.shape]
+    if keys >= rows:
+        tensors = [x.clone().requires_grad_() for x in (query, key, key)]
+        made = execute(ATTENTION_FROM_ROW, *tensors, keys - rows, None, False)
+        assert made.shape == query.shape
+        assert [x.shape for x in torch.autograd.grad(made.sum(), tensors)] == [x.shape for x in tensors]

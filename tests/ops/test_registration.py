@@ -179,7 +179,7 @@ UNTRIED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: register_operator(doubled, "b -> b", sample={"tims": (2,)}), "sample of 'tims'.* Did you mean times?"
     ),
     "no such constant": (lambda: register_operator(centred, "b! c -> b! c", constants=("z",)), "with constants of 'z'"),
-    "operands": (lambda: register_operator(centred, "b c, c -> b c"), "That has 2 operands, and it takes 1 tensor"),
+    "operands": (lambda: register_operator(centred, "b c, c -> b c"), "That has 2 operands and it takes 1 tensor"),
     "ranks": (lambda: register_operator(scan, "b, c -> b c"), "could not be put to the test"),
 }
 
@@ -272,6 +272,15 @@ late.register_autograd(
     lambda ctx, g: (g * ctx.saved_tensors[1], (g * ctx.saved_tensors[0]).flatten(0, -2).sum(0)),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+
+
+def test_an_operator_that_takes_no_tensor_may_be_declared() -> None:
+    @torch.library.custom_op("conjoin_tests::counted", mutates_args=())
+    def counted(n: int) -> Tensor:
+        return torch.arange(float(n))
+
+    counted.register_fake(lambda n: torch.empty(n))
+    register_operator(counted, "-> 1", sample={"n": (1,)})
 
 
 def test_what_was_thought_before_it_was_declared_is_forgotten() -> None:

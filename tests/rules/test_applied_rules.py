@@ -24,7 +24,7 @@ from tests.rules.random_programs import random_program
 
 MOST_ROUNDINGS = 64
 """Errors of another order of operations, in errors of the first: a hundredth of what double precision could tell."""
-SAMPLE, PARTS = 2, 6
+SAMPLE, PARTS = 4, 6
 
 
 @cache

@@ -21,7 +21,7 @@ from conjoin.rules import (
     Verdict,
     Vocabulary,
     certify,
-    exchanges,
+    edge_candidates,
     library_build,
     make_library,
     operators_in,
@@ -52,7 +52,7 @@ def quiet(line: str) -> None:
 def test_every_operator_is_in_a_vocabulary() -> None:
     used = {choice.op for vocabulary, _ in SIZES for choice in vocabulary.choices}
     used |= {constant.expr.op for vocabulary, _ in SIZES for constant in vocabulary.constants}
-    used |= {expr.op for rule in exchanges() for expr in operators_in(*rule.outputs)}
+    used |= {expr.op for rule in edge_candidates() for expr in operators_in(*rule.outputs)}
     assert {op.name for op in OPS if not op.parallel} - used == UNUSED
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import conjoin
-from conjoin import CaptureError, Verdict, plan, verify_plan
+from conjoin import CaptureError, PlanError, Verdict, plan, verify_plan
 from conjoin.frontends import capture as captured_unchecked
 from conjoin.frontends import run_plainly
 from conjoin.runtime import PlainModel, check_capture
@@ -95,6 +95,14 @@ def test_state_that_nothing_reads_passes_and_is_told() -> None:
 
     found = verified(Layer(body))
     assert found.passed and "in these steps that made no difference" in "\n".join(found.told)
+
+
+def test_state_that_every_capture_moves_on_is_told_as_that() -> None:
+    model = Layer(lambda m, h: h * next(m.kept))
+    model.kept = iter(range(1, 99))  # type: ignore[assignment]
+    with pytest.raises(PlanError, match="if only by capture, where forward moves on something") as told:
+        verified(model)
+    assert_three_sentences(told.value)
 
 
 # What is drawn or read outside of torch.

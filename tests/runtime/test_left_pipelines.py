@@ -164,10 +164,10 @@ def small_batch(samples: int = 8) -> tuple[Tensor, Tensor]:
 
 PLACES: dict[str, tuple[Where, ...]] = {
     "pipeline:pp=2,tp=2,micro=4": (
-        ("forward", 0, 0, 1, 5), ("forward", 1, 1, 0, 3), ("backward", 0, 1, 3, 2), ("backward", 1, 0, 2, 6),
+        ("forward", 0, 0, 1, 5), ("backward", 1, 1, 2, 6),
     ),
     "pipeline:pp=2,fsdp,micro=4,schedule=eager-1f1b": (
-        ("forward", 0, 1, 0, 7), ("forward", 1, 0, 3, 2), ("backward", 0, 0, 0, 8), ("sum_up", 1, 1, 0, 0),
+        ("backward", 0, 0, 0, 8), ("sum_up", 1, 1, 0, 0),
     ),
 }  # fmt: skip
 Told = list[tuple[str, float]]
@@ -207,7 +207,7 @@ def test_processes_leave_a_step_together_and_go_on(tmp_path: Path) -> None:
     found = launch(4, fail_in_turn, plans)
     model = small_model()
     optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for samples in (8, 8, 8, 4):
+    for samples in (8, 4):
         x, y = small_batch(samples)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)

@@ -1,4 +1,4 @@
-"""Loops that people have, over sixty steps: whatever number of ranks takes them, the curves are the plain loops'.
+"""Loops that people have, over thirty steps: whatever number of ranks takes them, the curves are the plain loops'.
 
 Judged by the same loop on the plain model in one process, in float64. Ranks are processes with Gloo between them, and
 each part of a curve goes on from the checkpoint that the ranks before it left.
@@ -21,8 +21,8 @@ from conjoin.runtime import launch
 from zoo.gpt import Gpt, GptConfig
 from zoo.tokens import next_token_loss
 
-NUM_STEPS = 60
-PARTS = ((1, range(22)), (4, range(22, 41)), (2, range(41, NUM_STEPS)))
+NUM_STEPS = 30
+PARTS = ((1, range(11)), (4, range(11, 21)), (2, range(21, NUM_STEPS)))
 """How many ranks take which steps."""
 
 
@@ -60,7 +60,7 @@ class Writing:
         return {"kept": (self.step, self.optimizer)}
 
     def run(self, number: int) -> list[float]:
-        factor = min((number + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * number / NUM_STEPS))
+        factor = min((number + 1) / 5, 0.5 + 0.5 * math.cos(math.pi * number / NUM_STEPS))
         for group in self.optimizer.param_groups:
             group["lr"] = 1e-2 * factor
         total = 0.0
@@ -71,7 +71,7 @@ class Writing:
         nn.utils.clip_grad_norm_(self.step.parameters(), 0.5)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return [total, self._judged()] if number % 20 == 19 else [total]
+        return [total, self._judged()] if number % 10 == 9 else [total]
 
     def _judged(self) -> float:
         self.step.eval()
@@ -131,15 +131,15 @@ class Seeing:
 
     def run(self, number: int) -> list[float]:
         for group in self.optimizer.param_groups:
-            group["lr"] = 0.1 * 0.5 ** (number // 25)
-        x, y = pictures(number, 5 if number % 10 == 9 else 8)  # an epoch of ten batches, the last one smaller
+            group["lr"] = 0.1 * 0.5 ** (number // 12)
+        x, y = pictures(number, 5 if number % 5 == 4 else 8)  # an epoch of five batches, the last one smaller
         loss = self._of(self.step, x, y)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.average.n_averaged.fill_(number)  # from the second step on it averages, after a resume too
         self.average.update_parameters(self.step)
-        if number % 20 != 19:
+        if number % 10 != 9:
             return [loss.item()]
         self.average.eval()
         with torch.no_grad():
@@ -184,7 +184,7 @@ def take(rank: int, part: Part) -> list[list[float]]:
     return curves
 
 
-def test_sixty_steps_by_one_rank_by_four_and_by_two_are_those_of_the_plain_loops(tmp_path: Path) -> None:
+def test_thirty_steps_by_one_rank_by_four_and_by_two_are_those_of_the_plain_loops(tmp_path: Path) -> None:
     plain = []
     for kind in KINDS:
         loop = kind(kind.make(), kind.loss)

@@ -142,7 +142,7 @@ def captured(name: str) -> tuple[nn.Module, Graph]:
     return _graphs[name]
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(model=st.sampled_from(sorted(MODELS)), schedule=st.sampled_from(SCHEDULES), seed=st.integers(0, 2**16))
 def test_any_pipeline_trains_like_the_plain_model(model: str, schedule: str, seed: int) -> None:
     found, graph = captured(model)

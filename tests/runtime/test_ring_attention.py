@@ -39,11 +39,11 @@ def heads(count: int, length: int, features: int) -> Tensor:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("repeats", "features", "scale"), [(1, 4, None), (2, 3, 0.3)])
-@pytest.mark.parametrize(("ways", "length"), [(2, 8), (3, 12), (4, 16), (3, 7), (4, 12)])
+@pytest.mark.parametrize(("ways", "length"), [(2, 8), (3, 12), (4, 16), (3, 7), (4, 12), (4, 3)])
 def test_pieces_that_go_around_see_all_that_they_may(
     ways: int, length: int, repeats: int, features: int, scale: float | None, is_causal: bool
 ) -> None:
-    """Values and gradients; even pieces whose halves are swapped, uneven ones, groups of heads, other values."""
+    """Values and gradients; even pieces whose halves are swapped, uneven ones, none, groups of heads, other values."""
     torch.manual_seed(ways + length)
     tensors = [heads(HEADS * repeats, length, 4), heads(HEADS, length, 4), heads(HEADS, length, features)]
     gradient, grouped = heads(HEADS * repeats, length, features), repeats > 1

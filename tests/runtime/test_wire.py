@@ -19,7 +19,7 @@ from conjoin.runtime import launch, load
 from tests.runtime.models import mlp, plan_of
 
 _NEW_USER, _NEW_NET, _SET_FLAGS, _UP = 0x10000000, 0x40000000, 0x8914, 0x1
-STEPS = 10
+STEPS = 4
 STRATEGIES = ("data-parallel", "fsdp", "megatron", "reduction")
 
 

@@ -19,6 +19,8 @@ FAMILIES = (
 """One name for each architecture: other names have the same tiny size, or differ in sizes only."""
 LARGE_FAMILIES = ("resnet-50",)
 """Architectures whose tiny size has hundreds of operators once they are expanded."""
+DEEP_FAMILIES = ("bert-base", "gpt-125m", "llama-70b", "moe-8x7b", "nasrnn-taso", "nmt", "rnnlm", "vit-b-16")
+"""Architectures with many operators."""
 
 
 def captured(name: str, batch_size: int = 4) -> Graph:

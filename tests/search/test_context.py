@@ -19,6 +19,7 @@ from conjoin.report import explain
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 from tests.search.models import captured, compared
+from tests.zoo.graphs import shared
 
 BATCH, LENGTH, WIDTH, HEADS, LAYERS = 4, 8, 16, 4, 2
 
@@ -36,7 +37,7 @@ def llama(**options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
 @cache
 def captured_llama() -> tuple[Graph, nn.Module, dict[str, Tensor]]:
     model, batch = llama()
-    return capture(model, batch), model, batch
+    return shared("llama of a library", lambda: capture(model, batch)), model, batch
 
 
 STRATEGIES = (

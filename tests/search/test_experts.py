@@ -31,6 +31,7 @@ from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import module_on
 from tests.runtime.random_graphs import Sample
 from tests.search.models import captured, compared, reshards
+from tests.zoo.graphs import shared
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # raised while transformers and what it imports are loaded
@@ -60,7 +61,7 @@ def built(name: str) -> tuple[Graph, nn.Module, dict[str, Any]]:
     model = cls(cls.config_class(**{**SMALL, **MODELS[name]})).train()
     ids = torch.randint(0, 64, (4, 8))
     batch = {"input_ids": ids, "labels": ids}
-    return capture(model, batch), model, batch
+    return shared(f"experts of {name}", lambda: capture(model, batch)), model, batch
 
 
 def plan_of(graph: Graph, num_devices: int, strategy: str) -> Plan:

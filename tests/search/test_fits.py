@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from conjoin.search.drafts import settle_draft
 from conjoin.search.request import parse_request
 from conjoin.search.strategies import STRATEGIES
 from tests.ir.wording import assert_three_sentences
-from tests.search.models import FAMILIES, LARGE_FAMILIES, captured
+from tests.search.models import DEEP_FAMILIES, FAMILIES, LARGE_FAMILIES, captured
 
 GOLDEN = Path(__file__).parent / "fits.txt"
 """Write it anew by running this file: `python -m tests.search.test_fits`."""
@@ -44,12 +45,20 @@ def rewritten(graph: Graph, num_devices: int, plan: Plan) -> Graph:
 
 def rows(name: str) -> list[str]:
     """One line for each strategy but `single`."""
-    counts = (4,) if name in LARGE_FAMILIES else (2, 4, 8)
     return [
         f"{name:<13} {strategy:<16} " + "".join(f"{n}: {cell(name, n, strategy):<12} " for n in counts).rstrip()
-        for strategy in strategy_names()
-        if strategy != "single"
+        for strategy, counts in numbers_of_devices(name)
     ]
+
+
+def numbers_of_devices(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """By strategy; with models of many operators in turns, so that each strategy and each model meets every number."""
+    turn = DEEP_FAMILIES.index(name) if name in DEEP_FAMILIES else None
+    for place, strategy in enumerate(each for each in strategy_names() if each != "single"):
+        if name in LARGE_FAMILIES:
+            yield strategy, (4,)
+        else:
+            yield strategy, (2, 4, 8) if turn is None else (2 << (place + turn) % 3,)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *LARGE_FAMILIES])

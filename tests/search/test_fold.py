@@ -105,12 +105,14 @@ def check_drafts(graph: Graph, names: Sequence[str]) -> None:
             assert set(short.draft.memory) == set(full.draft.memory), name
 
 
-@pytest.mark.parametrize(("model", "step"), [(gpt, 1), (llama, 3)])
-def test_strategies_decide_the_same_on_few_blocks(model: Callable[[int], Graph], step: int) -> None:
+@pytest.mark.parametrize(("model", "places"), [(gpt, (0, 2)), (llama, (1,))])
+def test_strategies_decide_the_same_on_few_blocks(model: Callable[[int], Graph], places: tuple[int, ...]) -> None:
+    """Each strategy on one of the models; by their places, each of which has some of all kinds."""
     graph = model(7)
     found = fold(graph)
     assert found is not None and found.stretch.count >= 6 and len(found.short.nodes) < 0.75 * len(graph.nodes)
-    check_drafts(graph, baseline_names(MACHINE.mesh)[::step])
+    names = baseline_names(MACHINE.mesh)
+    check_drafts(graph, [name for place, name in enumerate(names) if place % 3 in places])
 
 
 @pytest.mark.parametrize("name", ["megatron:tp=2,dp=8,sp,fsdp", "fsdp", "data-parallel"])
@@ -155,7 +157,7 @@ def test_forms_tell_graphs_apart_by_all_but_names() -> None:
 
 @pytest.mark.parametrize("name", DO_NOT_REPEAT)
 def test_models_that_do_not_repeat_are_drafted_as_ever(name: str) -> None:
-    graph = captured(name)
+    graph = captured(name, 8 if name == "inception-v3" else 4)
     short, full = (settled(graph, "megatron:tp=2", folded=folded) for folded in (True, False))
     assert (short is None) == (full is None)
     assert short is None or full is None or lay_out(short) == lay_out(full)

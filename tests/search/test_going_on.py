@@ -239,8 +239,8 @@ def test_what_is_too_slow_has_spent_what_both_searches_spent() -> None:
 def test_a_part_of_a_search_that_was_cut_short_is_not_the_end() -> None:
     """Its share of the steps was over, others needed less than theirs: more steps may find more."""
     single = parse_machine("dgx-h100:1x1")
-    few = find_plan(captured("bert-base"), single, CostModel(), Wish(budget=inf, steps=10))
-    many = find_plan(captured("bert-base"), single, CostModel(), Wish(budget=inf, steps=1000))
+    few = find_plan(captured("mlp"), single, CostModel(), Wish(budget=inf, steps=10))
+    many = find_plan(captured("mlp"), single, CostModel(), Wish(budget=inf, steps=1000))
     assert few.steps < 10 and few.stopped is Stopped.OUT_OF_STEPS and many.stopped is Stopped.CONVERGED
 
 

@@ -96,7 +96,7 @@ def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again(monkeypatch: 
     monkeypatch.setattr("conjoin.search.joint.micro_variants", lambda _: iter(()))
     monkeypatch.setattr("conjoin.search.searches.enter_smallest", lambda *_: None)
     with pytest.raises(StrategyError, match="needs"):
-        search(memory=limit)
+        search(memory=limit, steps=20)
 
 
 def assert_predicted(found: SearchResult) -> None:
@@ -117,7 +117,7 @@ def test_without_time_for_more_the_smallest_micro_batches_are_taken_before_nothi
 
 def test_where_that_is_not_enough_the_step_is_taken_in_micro_batches() -> None:
     sample = deep()
-    found = search(memory=int(0.33 * free_peak()), steps=200, budget=120.0)
+    found = search(memory=int(0.33 * free_peak()), steps=80, budget=120.0)
     assert found.plan.accumulation is not None and found.plan.accumulation.steps > 1
     assert_predicted(found)
     assert verify_in_process(Case(found.plan, sample.graph, sample.model, sample.inputs), 2).passed
@@ -140,4 +140,4 @@ def test_ctrl_c_while_relieving_keeps_what_fits(monkeypatch: pytest.MonkeyPatch)
 
 def test_where_not_even_that_helps_it_is_told() -> None:
     with pytest.raises(StrategyError, match="needs"):
-        search(memory=1 << 12)
+        search(memory=1 << 12, steps=20)

@@ -47,7 +47,7 @@ class Stack(nn.Module):
     def __init__(self, rng: Random) -> None:
         super().__init__()
         width, inner, gated, bias = 32, rng.choice((64, 128)), rng.random() < 0.5, rng.random() < 0.7
-        count, odd = rng.randrange(18, 40), {0: 96, -1: 160}
+        count, odd = rng.randrange(12, 21), {0: 96, -1: 160}
         middle = rng.randrange(count) if rng.random() < 0.3 else None
         sizes = [inner] * count
         for place, other in odd.items():

@@ -342,9 +342,9 @@ def test_a_slower_device_has_fewer_blocks() -> None:
 
 def test_where_memory_is_short_pipelines_are_found_beside_plans_of_one_stage() -> None:
     model, machine = rows(6, 4096, 64), cluster("small", (gpu("a", 1e13),) * 2, 1e9)
-    several = find_plan(model, machine, CostModel(), Wish(budget=inf, cpu_budget=3, stages=2))
+    several = find_plan(model, machine, CostModel(), Wish(budget=inf, steps=100, stages=2))
     memory = int(1.01 * several.peak_bytes)
-    found = find_plan(model, machine, CostModel(), Wish(budget=inf, cpu_budget=3, memory=memory))
+    found = find_plan(model, machine, CostModel(), Wish(budget=inf, steps=50, memory=memory))
     assert found.peak_bytes <= memory
     assert found.seconds_per_step <= 1.006 * several.seconds_per_step
 

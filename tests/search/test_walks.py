@@ -91,7 +91,7 @@ def test_other_seeds_walk_elsewhere() -> None:
 
 
 def test_a_walk_finds_better_plans_and_they_can_be_made() -> None:
-    contest = slow_contest("mlp", steps=400)
+    contest = slow_contest("mlp", steps=150)
     start = contest.enter_plan(make_plan(contest.captured, contest.machine, "data-parallel"))
     with pytest.raises(Enough, match="out of steps"):
         walk_from_all(contest, [start], 0)

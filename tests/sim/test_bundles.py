@@ -90,10 +90,10 @@ class Logged:
 
 
 HOWS = [
-    "split", "split kept", "split frozen", "split uneven", "split again", "split kept again", "split frozen again",
-    "hybrid", "hybrid kept", "hybrid uneven", "hybrid again", "hybrid frozen uneven again", "hybrid micro",
-    "hybrid micro kept again", "split uneven micro again",
+    "split", "split frozen again micro", "split kept uneven micro", "split kept frozen uneven again",
+    "hybrid uneven again", "hybrid frozen uneven micro", "hybrid kept again micro", "hybrid kept frozen",
 ]  # fmt: skip
+"""Every two words meet, each with and without the other."""
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -37,19 +37,24 @@ class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.peak = 0
+        self._is_more = False
         for tensor in outside:
             self._note(tensor)
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.alive[storage] = storage.nbytes()
+        if self.alive.get(storage) != storage.nbytes():
+            self.alive[storage] = storage.nbytes()
+            self._is_more = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for item in tree_leaves(result):
             if isinstance(item, Tensor):
                 self._note(item)
-        self.peak = max(self.peak, sum({s._cdata: s.nbytes() for s in list(self.alive)}.values()))
+        if self._is_more:
+            self.peak = max(self.peak, sum({s._cdata: s.nbytes() for s in list(self.alive)}.values()))
+            self._is_more = False
         return result
 
 

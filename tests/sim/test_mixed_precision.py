@@ -58,6 +58,7 @@ def test_a_chain_of_changes_is_simulated_as_from_the_beginning(strategy: str) ->
     assert len(seen) > 1 and len(numbers) > 1, "the changes made no difference"
 
 
+@cache
 def predicted(precision: str, strategy: str) -> Prediction:
     machine = parse_machine("dgx-h100:2")
     return predict(make_plan(graph_of(LARGE, 32, precision), machine, strategy), machine, CostModel(), "adamw")

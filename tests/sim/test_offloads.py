@@ -26,6 +26,12 @@ from tests.sim.test_memory import Storages, convolutions, residual
 from zoo.gnn import DeepGcn, GnnConfig
 
 
+@pytest.fixture(autouse=True, scope="module")
+def little_to_look_through() -> None:
+    """What other tests have left is not looked through for cycles again and again."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def few_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors leave as large ones do."""

@@ -86,7 +86,7 @@ def calibrate_command(
     if output is not None:
         found.machine.save(output)
     if found.operators:
-        with rooms.cost.Store(costs_path()) as store:
+        with rooms.cost.MeasurementStore(costs_path()) as store:
             for device, outcomes in found.operators.items():
                 store.add(device, rooms.torch.__version__, outcomes)
     _show(found, output, as_json)
@@ -110,7 +110,7 @@ def _check_plans(asked: _Asked) -> None:
             f"Name one of them."
         )
     if asked.plans:
-        rooms.cost.Store(costs_path()).close()
+        rooms.cost.MeasurementStore(costs_path()).close()
     for path in asked.plans:
         rooms.ir.check_registered(rooms.models.read_plan(path, asked.imports).graph)
 

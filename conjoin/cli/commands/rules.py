@@ -197,8 +197,9 @@ def generate_command(
     check_output(output, "library")
     check_directory(state, "state of the enumeration")
     start = time.perf_counter()
+    more = rooms.rules.edge_candidates()
     made = rooms.rules.make_library(
-        directory=state, workers=workers, progress=lambda line: typer.echo(line, err=True), more=rooms.rules.exchanges()
+        directory=state, workers=workers, progress=lambda line: typer.echo(line, err=True), more=more
     )
     made.library.save(output)
     if as_json:

@@ -36,7 +36,7 @@ from conjoin.rules.definitions.sums import (
     symbols_of,
 )
 
-Reading = dict[str, Affine]
+Renaming = dict[str, Affine]
 _MOST_TERMS = 400
 """More than these and the sums are too large to be compared; no rule of four operators comes near."""
 
@@ -188,13 +188,13 @@ def _gather(first: Term, others: Sequence[Term], facts: Facts, given: Guard) -> 
     return parts, rest
 
 
-def _mappings(first: Term, term: Term, facts: Facts, given: Guard) -> Iterator[Reading]:
+def _mappings(first: Term, term: Term, facts: Facts, given: Guard) -> Iterator[Renaming]:
     """Every way found to read the summed indices of a term in those of the first, so that all factors are the same."""
     if len(first.bound) != len(term.bound) or _heads(first.factors) != _heads(term.factors):
         return
     names = {name: fresh(name.split("'")[0]) for name in term.bound}
     apart = renamed(term, names)
-    seen: list[Reading] = []
+    seen: list[Renaming] = []
     for found in _match_all(first.factors, apart.factors, {}, frozenset(apart.bound)):
         mapping = _completed(found, apart.bound, first.bound)
         if mapping in seen or set(mapping) != set(apart.bound) or not _is_invertible(mapping, first.bound):
@@ -206,7 +206,7 @@ def _mappings(first: Term, term: Term, facts: Facts, given: Guard) -> Iterator[R
             yield {old: mapping[new] for old, new in names.items()}
 
 
-def _completed(mapping: Reading, bound: Sequence[str], targets: Sequence[str]) -> Reading:
+def _completed(mapping: Renaming, bound: Sequence[str], targets: Sequence[str]) -> Renaming:
     """What positions do not tell, as windows of windows do not, is tried in the order in which it is summed over."""
     missing = [name for name in bound if name not in mapping]
     used = frozenset[str]().union(*(value.symbols for value in mapping.values()))
@@ -231,8 +231,8 @@ def _head(factor: Factor) -> object:
 
 
 def _match_all(
-    wanted: Sequence[Factor], given: Sequence[Factor], mapping: Reading, free: frozenset[str]
-) -> Iterator[Reading]:
+    wanted: Sequence[Factor], given: Sequence[Factor], mapping: Renaming, free: frozenset[str]
+) -> Iterator[Renaming]:
     """Ways to choose the free indices of some factors so that each becomes one of those wanted."""
     if not given:
         yield mapping
@@ -244,7 +244,7 @@ def _match_all(
                 yield from _match_all([*wanted[:i], *wanted[i + 1 :]], rest, extended, free)
 
 
-def _match(wanted: Factor, given: Factor, mapping: Reading, free: frozenset[str]) -> Iterator[Reading]:
+def _match(wanted: Factor, given: Factor, mapping: Renaming, free: frozenset[str]) -> Iterator[Renaming]:
     match wanted, given:
         case Access(_, wants), Access(_, has):
             found = _match_indices(wants, has, mapping, free)
@@ -259,7 +259,7 @@ def _match(wanted: Factor, given: Factor, mapping: Reading, free: frozenset[str]
             yield mapping
 
 
-def _match_sums(pairs: Sequence[tuple[Sum, Sum]], mapping: Reading, free: frozenset[str]) -> Iterator[Reading]:
+def _match_sums(pairs: Sequence[tuple[Sum, Sum]], mapping: Renaming, free: frozenset[str]) -> Iterator[Renaming]:
     """Indices that make one term of each sum like one of the other; whether all are is looked at afterwards."""
     if not pairs:
         yield mapping
@@ -277,8 +277,8 @@ def _match_sums(pairs: Sequence[tuple[Sum, Sum]], mapping: Reading, free: frozen
 
 
 def _match_indices(
-    wanted: Sequence[Affine | Access], given: Sequence[Affine | Access], mapping: Reading, free: frozenset[str]
-) -> Reading | None:
+    wanted: Sequence[Affine | Access], given: Sequence[Affine | Access], mapping: Renaming, free: frozenset[str]
+) -> Renaming | None:
     """Choose free indices so that positions become those wanted; what is not determined yet is left for later."""
     pending = list(zip(wanted, given, strict=True))
     while pending:
@@ -297,13 +297,13 @@ def _match_indices(
     return mapping
 
 
-_LATER: Reading = {}
+_LATER: Renaming = {}
 """What stands for: another position must be read first. Told by identity."""
 
 
 def _match_index(
-    want: Affine | Access, has: Affine | Access, mapping: Reading, free: frozenset[str]
-) -> Reading | None:
+    want: Affine | Access, has: Affine | Access, mapping: Renaming, free: frozenset[str]
+) -> Renaming | None:
     if isinstance(want, Access) or isinstance(has, Access):
         if not isinstance(want, Access) or not isinstance(has, Access) or want.tensor != has.tensor:
             return None

@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from conjoin.rules.definitions.calls import Devices
-from conjoin.rules.definitions.reading import Element, Places, Reading
+from conjoin.rules.definitions.reading import Element, Position, ReadNotation
 from conjoin.rules.definitions.sums import Factor, Function, Largest, Sum, of
 
 
-def _squared(reading: Reading) -> Element:
-    def element(places: Places, devices: Devices) -> Sum:
+def _squared(reading: ReadNotation) -> Element:
+    def element(places: Position, devices: Devices) -> Sum:
         return reading.at(0, places, devices) * reading.at(0, places, devices)
 
     return element
 
 
-KNOWN: Mapping[str, Callable[[Reading], Element]] = {"square": _squared}
+KNOWN: Mapping[str, Callable[[ReadNotation], Element]] = {"square": _squared}
 """Functions that are made of sums and products."""
 _IDEMPOTENT = "relu"
 INTERPRETED = frozenset({*KNOWN, _IDEMPOTENT})

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from conjoin.rules.definitions.calls import Devices
 from conjoin.rules.definitions.dims import NotCovered
-from conjoin.rules.definitions.reading import Element, Places, Reading
+from conjoin.rules.definitions.reading import Element, Position, ReadNotation
 from conjoin.rules.definitions.sums import ALWAYS, Function, Largest, Sum, access, below, between, choose, of
 from conjoin.rules.patterns import Input
 
 
-def quotient(reading: Reading) -> Element:
+def quotient(reading: ReadNotation) -> Element:
     """Linear in the first operand; the second one's inverse is the factor."""
 
-    def element(places: Places, devices: Devices) -> Sum:
+    def element(places: Position, devices: Devices) -> Sum:
         return reading.at(0, places, devices) * of(Function("one over", (reading.at(1, places, devices),)))
 
     return element
 
 
-def concatenation(reading: Reading) -> Element:
+def concatenation(reading: ReadNotation) -> Element:
     """[k < n] x[k] + [k >= n] y[k - n]."""
     dims, operands = reading.call.dims, reading.said.notation.operands
     a, b, k = (reading.along(tensor) for tensor in (*operands, reading.output))
     reading.dims[k], limit = dims.join_divided(reading.dims[a], reading.dims[b])
 
-    def element(places: Places, devices: Devices) -> Sum:
+    def element(places: Position, devices: Devices) -> Sum:
         slow, *rest = places[k]
         digit, *more = dims.digits(limit)
         if more and len(more) != len(rest):
@@ -41,7 +41,7 @@ def concatenation(reading: Reading) -> Element:
     return element
 
 
-def piece(reading: Reading) -> Element:
+def piece(reading: ReadNotation) -> Element:
     """x[k], or x[k + n] for the second part."""
     k, j = reading.along(reading.said.notation.operands[0]), reading.along(reading.output)
     dims, whole = reading.call.dims, reading.dims[k]
@@ -52,7 +52,7 @@ def piece(reading: Reading) -> Element:
     part = int(reading.call.param("part"))
     reading.dims[j] = parts[part]
 
-    def element(places: Places, devices: Devices) -> Sum:
+    def element(places: Position, devices: Devices) -> Sum:
         slow, *rest = places[j]
         first = reading.call.dims.digits(parts[0])[0]
         moved = slow + reading.call.dims.size(first) if part else slow
@@ -61,7 +61,7 @@ def piece(reading: Reading) -> Element:
     return element
 
 
-def padding(reading: Reading) -> Element:
+def padding(reading: ReadNotation) -> Element:
     """[0 <= k - p < n] x[k - p], along every dim that grows, with as much before it as after it."""
     dims, call = reading.call.dims, reading.call
     inner, outer = reading.said.whole(reading.said.notation.operands[0]), reading.said.whole(reading.output)
@@ -71,7 +71,7 @@ def padding(reading: Reading) -> Element:
     dims.needed += [f"{reading.dims[name].find().words} <= {target.find().words}" for name in inner]
     reading.dims.update(dict.fromkeys(outer, target))
 
-    def element(places: Places, devices: Devices) -> Sum:
+    def element(places: Position, devices: Devices) -> Sum:
         moved, inside = dict(places), ALWAYS
         for name, grown, half in zip(inner, outer, small, strict=True):
             position = places[grown][0] - (dims.size(large) - dims.size(half))
@@ -82,12 +82,12 @@ def padding(reading: Reading) -> Element:
     return element
 
 
-def normalisation(reading: Reading) -> Element:
+def normalisation(reading: ReadNotation) -> Element:
     """exp(x[k]) over Σ_k exp(x[k])."""
     k = reading.along(reading.output)
 
-    def element(places: Places, devices: Devices) -> Sum:
-        def exponent(at: Places) -> Sum:
+    def element(places: Position, devices: Devices) -> Sum:
+        def exponent(at: Position) -> Sum:
             return of(Function("exp", (reading.at(0, at, devices),)))
 
         more, bound, guard = reading.every((k,))
@@ -97,16 +97,16 @@ def normalisation(reading: Reading) -> Element:
     return element
 
 
-def mean_over_edges(reading: Reading) -> Element:
+def mean_over_edges(reading: ReadNotation) -> Element:
     """Σ_u,e x[u] [source[e] = u] [target[e] = v] over how many edges have the target v, or over 1 where none has."""
     source, target = reading.said.notation.operands[1:]
     (edge,), from_vertex, vertex = source.indices(), source.addresses or "", target.addresses or ""
 
-    def is_row(operand: int, vertex: str, places: Places, devices: Devices) -> Sum:
+    def is_row(operand: int, vertex: str, places: Position, devices: Devices) -> Sum:
         row = access("#", (reading.row(vertex, places),))
         return of(Function("is row", (reading.at(operand, places, devices), row)))
 
-    def element(places: Places, devices: Devices) -> Sum:
+    def element(places: Position, devices: Devices) -> Sum:
         more, bound, guard = reading.every((from_vertex, edge))
         here = {**places, **more}
         ends = is_row(1, from_vertex, here, devices) * is_row(2, vertex, here, devices)
@@ -118,11 +118,11 @@ def mean_over_edges(reading: Reading) -> Element:
     return element
 
 
-def maximum(reading: Reading) -> Element:
+def maximum(reading: ReadNotation) -> Element:
     """The largest of each window; what lies beyond the operand does not count."""
     names = tuple(window.kernel for window in reading.said.windows)
 
-    def element(places: Places, devices: Devices) -> Sum:
+    def element(places: Position, devices: Devices) -> Sum:
         more, bound, guard = reading.every(names)
         here = {**places, **more}
         return of(Largest(bound, guard | reading.inside(0, here), reading.at(0, here, devices)))

@@ -21,13 +21,13 @@ from conjoin.rules.definitions.declarations import MARKS, Declared, NotSaid, Par
 from conjoin.rules.definitions.dims import Dim, IllFormed, NotCovered
 from conjoin.rules.definitions.sums import ALWAYS, ZERO, Function, Guard, Sum, access, average, between, of
 
-Places = Mapping[str, Digits]
+Position = Mapping[str, Digits]
 """A position: for each index of a notation its digits."""
-Element = Callable[[Places, Devices], Sum]
+Element = Callable[[Position, Devices], Sum]
 """What the result is at a position."""
 
 
-class Reading:
+class ReadNotation:
     """A notation read with the dims of a call: which dim each index is, and the elements it names."""
 
     def __init__(self, call: Call, said: Said) -> None:
@@ -134,7 +134,7 @@ class Reading:
             raise NotSaid(f"{self.call.expr.op} works along one dim, and its declaration leaves {len(names)} open")
         return names[0]
 
-    def places(self, index: Index) -> Places:
+    def places(self, index: Index) -> Position:
         """The digits of every index of the result at a position."""
         found: dict[str, Digits] = {}
         for expr, digits in zip(self.output.dims, index, strict=True):
@@ -146,14 +146,14 @@ class Reading:
             found[fast] = digits
         return found
 
-    def every(self, names: Iterable[str]) -> tuple[Places, tuple[str, ...], Guard]:
+    def every(self, names: Iterable[str]) -> tuple[Position, tuple[str, ...], Guard]:
         """All positions of some indices: new digits, the names in them, and where these run."""
         found = {name: positions(self.call.dims, self.dims[name]) for name in names}
         bound = tuple(name for digits, _ in found.values() for name in bound_in(digits))
         guard = ALWAYS.union(*(where for _, where in found.values()))
         return {name: digits for name, (digits, _) in found.items()}, bound, guard
 
-    def at(self, operand: int, places: Places, devices: Devices) -> Sum:
+    def at(self, operand: int, places: Position, devices: Devices) -> Sum:
         """An element of an operand."""
         index: list[Digits] = []
         for expr in self.said.notation.operands[operand].dims:
@@ -171,7 +171,7 @@ class Reading:
             if len(self.call.dims.digits(dim)) != len(digits):
                 raise NotCovered("a dim that is a part of another is divided in another way")
 
-    def inside(self, operand: int, places: Places) -> Guard:
+    def inside(self, operand: int, places: Position) -> Guard:
         """Where windows do not read beyond an operand."""
         dims = zip(self.said.notation.operands[operand].dims, self.call.args[operand].dims, strict=True)
         windows = [(expr, dim) for expr, dim in dims if isinstance(expr, Window)]
@@ -180,11 +180,11 @@ class Reading:
         sizes = ((self._position(expr, places), self.call.dims.size(dim)) for expr, dim in windows)
         return ALWAYS.union(*(between(0, position, size) for position, size in sizes))
 
-    def _position(self, window: Window, places: Places) -> Affine:
+    def _position(self, window: Window, places: Position) -> Affine:
         stride = self._number(window.stride, "stride")
         return stride * places[window.out][0] + places[window.kernel][0] - self._offsets[window]()
 
-    def row(self, name: str, places: Places) -> Affine:
+    def row(self, name: str, places: Position) -> Affine:
         """The position along an index as one number."""
         total = number(0)
         for dim, digit in zip(self.call.dims.digits(self.dims[name]), places[name], strict=True):
@@ -192,7 +192,7 @@ class Reading:
         return total
 
 
-Open = Callable[[Reading], Element]
+Open = Callable[[ReadNotation], Element]
 """What is done where a notation leaves it open."""
 
 
@@ -200,14 +200,14 @@ def derived(declared: Declared, left_open: Open | None = None) -> Define:
     """A definition from what is declared; where that leaves something open, from what is said here besides."""
 
     def define(call: Call) -> Tensor:
-        reading = Reading(call, ask(declared, call))
+        reading = ReadNotation(call, ask(declared, call))
         element = _element(reading, declared.name) if left_open is None else left_open(reading)
         return Tensor(reading.result, lambda index, devices: element(reading.places(index), devices))
 
     return define
 
 
-def _element(reading: Reading, name: str) -> Element:
+def _element(reading: ReadNotation, name: str) -> Element:
     said = reading.said
     operands = range(len(said.notation.operands))
     if not said.parts:
@@ -220,7 +220,7 @@ def _element(reading: Reading, name: str) -> Element:
     return lambda places, devices: sum((_term(reading, part, places, devices) for part in said.parts), ZERO)
 
 
-def _term(reading: Reading, part: Part, places: Places, devices: Devices) -> Sum:
+def _term(reading: ReadNotation, part: Part, places: Position, devices: Devices) -> Sum:
     """One product, summed over what the result does not have."""
     more, bound, guard = reading.every(part.summed)
     here = {**places, **more}

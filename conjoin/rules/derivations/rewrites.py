@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from conjoin.rules.derivations.equalities import Node
-from conjoin.rules.derivations.worlds import Place
+from conjoin.rules.derivations.worlds import CountedDim
 from conjoin.rules.parameters import is_any, parameters
 from conjoin.rules.pattern_matching import Pairs, match_parameters, matches, named
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, operators_in
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class BoundClasses:
     """What inputs of a rule stand for, as classes, and its named parameters."""
 
     inputs: Mapping[str, int]
@@ -68,14 +68,14 @@ class Matcher:
                 own.setdefault(op, []).append(node)
                 self._roots.setdefault(op, []).append((number, node))
 
-    def matches(self, rewrites: Iterable[Rewrite]) -> Iterator[tuple[Rewrite, tuple[int, ...], Binding]]:
+    def matches(self, rewrites: Iterable[Rewrite]) -> Iterator[tuple[Rewrite, tuple[int, ...], BoundClasses]]:
         """Rewrites with the classes whose expressions they rewrite."""
         present = self._roots.keys()
         for rewrite in rewrites:
             if rewrite.ops <= present:
                 for numbers, (bound, params) in self._match_roots(rewrite.sources, ({}, {})):
                     inputs = {pattern.name: number for pattern, number in bound.items() if isinstance(pattern, Input)}
-                    yield rewrite, numbers, Binding(inputs, params)
+                    yield rewrite, numbers, BoundClasses(inputs, params)
 
     def _match_roots(self, patterns: Sequence[Apply], known: _Known) -> Iterator[tuple[tuple[int, ...], _Known]]:
         if not patterns:
@@ -108,6 +108,6 @@ def _opened(pattern: Apply, node: Node, known: _Params) -> Iterator[tuple[Pairs[
 
 def _is(name: str, wanted: Parameter, value: object) -> bool:
     """Whether a parameter is what a pattern says."""
-    if isinstance(value, Place):
+    if isinstance(value, CountedDim):
         return value.is_at(wanted)
     return wanted == value or (name == "pad" and wanted == "valid" and value == 0)

@@ -13,7 +13,7 @@ from itertools import count, product
 from math import isfinite
 
 from conjoin.rules.derivations.equalities import Change, Equalities, Node, Reason
-from conjoin.rules.derivations.rewrites import Binding, Matcher, Rewrite
+from conjoin.rules.derivations.rewrites import BoundClasses, Matcher, Rewrite
 from conjoin.rules.derivations.worlds import Key, Known, World, agree
 from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import is_any, parameters
@@ -41,7 +41,7 @@ class _Built:
     """Values in it that nothing had before."""
 
 
-_Match = tuple[Rewrite, tuple[int, ...], Binding]
+_Match = tuple[Rewrite, tuple[int, ...], BoundClasses]
 """A rewrite, the classes it rewrites, and what its names stand for."""
 
 
@@ -127,8 +127,8 @@ class Saturation:
         for match in matcher.matches(self._rewrites):
             if self._spent():
                 return False
-            rewrite, numbers, binding = match
-            ticket = (id(rewrite), *numbers, *binding.inputs.values(), *binding.params.values())
+            rewrite, numbers, bound = match
+            ticket = (id(rewrite), *numbers, *bound.inputs.values(), *bound.params.values())
             if ticket in self._seen:
                 continue
             self._seen.add(ticket)
@@ -156,13 +156,13 @@ class Saturation:
 
     def _take(self, match: _Match, built: Sequence[_Built | int]) -> bool:
         """Merge what a rewrite makes with what it was made of."""
-        rewrite, numbers, binding = match
+        rewrite, numbers, bound = match
         merged = False
         for number, source, one in zip(numbers, rewrite.sources, built, strict=True):
             target = self._add(one)
             if self._graph.find(target) == self._graph.find(number):
                 continue
-            before = next(self._build(source, binding), None)
+            before = next(self._build(source, bound), None)
             if before is not None:
                 reason = Reason(rewrite.rule, rewrite.backwards)
                 merged |= self._graph.merge(self._add(before), target, reason)
@@ -170,11 +170,11 @@ class Saturation:
 
     def _build_roots(self, match: _Match) -> list[_Built | int] | None:
         """What a rewrite makes, if all of it has the values it should have and is not too large."""
-        rewrite, numbers, binding = match
+        rewrite, numbers, bound = match
         found: list[_Built | int] = []
         for number, target in zip(numbers, rewrite.targets, strict=True):
             value = self._graph.known[self._graph.find(number)].value
-            for built in self._build(target, binding):
+            for built in self._build(target, bound):
                 known = self._graph.known[built] if isinstance(built, int) else built.known
                 if agree(known.value, value):
                     found.append(built)
@@ -192,25 +192,27 @@ class Saturation:
             self._note(built.known.value)
         return self._graph.add(built.known, Node(built.key, args))
 
-    def _build(self, pattern: Expr, binding: Binding) -> Iterator[_Built | int]:
+    def _build(self, pattern: Expr, bound: BoundClasses) -> Iterator[_Built | int]:
         """The pattern with what its inputs and parameters stand for; nothing where that does not run."""
         if isinstance(pattern, Input):
-            yield self._graph.smallest(binding.inputs[pattern.name])
+            yield self._graph.smallest(bound.inputs[pattern.name])
             return
-        for args in self._build_args(pattern.args, binding):
-            yield from self._build_apply(pattern, binding, args)
+        for args in self._build_args(pattern.args, bound):
+            yield from self._build_apply(pattern, bound, args)
 
-    def _build_args(self, patterns: Sequence[Expr], binding: Binding) -> Iterator[tuple[_Built | int, ...]]:
+    def _build_args(self, patterns: Sequence[Expr], bound: BoundClasses) -> Iterator[tuple[_Built | int, ...]]:
         if not patterns:
             yield ()
             return
-        for first in self._build(patterns[0], binding):
-            for rest in self._build_args(patterns[1:], binding):
+        for first in self._build(patterns[0], bound):
+            for rest in self._build_args(patterns[1:], bound):
                 yield (first, *rest)
 
-    def _build_apply(self, pattern: Apply, binding: Binding, args: tuple[_Built | int, ...]) -> Iterator[_Built | int]:
+    def _build_apply(
+        self, pattern: Apply, bound: BoundClasses, args: tuple[_Built | int, ...]
+    ) -> Iterator[_Built | int]:
         operands = [self._graph.known[arg] if isinstance(arg, int) else arg.known for arg in args]
-        for expr in self._written(pattern, binding, operands):
+        for expr in self._written(pattern, bound, operands):
             yield from self._valued(expr, operands, args)
 
     def _valued(self, expr: Apply, operands: Sequence[Known], args: tuple[_Built | int, ...]) -> Iterator[_Built | int]:
@@ -226,13 +228,13 @@ class Saturation:
             new = sum(arg.new for arg in args if isinstance(arg, _Built)) + self._is_new(value)
             yield _Built(Known(expr, value), key, args, size, new)
 
-    def _written(self, pattern: Apply, binding: Binding, operands: Sequence[Known]) -> Iterator[Apply]:
+    def _written(self, pattern: Apply, bound: BoundClasses, operands: Sequence[Known]) -> Iterator[Apply]:
         """The application as the goal would write its parameters; more than one where a dim may be one of two."""
         defaults = dict(BY_NAME[pattern.op].params)
         choices: list[Sequence[tuple[str, Parameter]]] = []
         for name, word in parameters(pattern):
-            bound = binding.params.get(named(name, word), word) if is_any(name, word) else word
-            choices.append([(name, value) for value in self._world.written(name, bound, operands)])
+            meant = bound.params.get(named(name, word), word) if is_any(name, word) else word
+            choices.append([(name, value) for value in self._world.written(name, meant, operands)])
         args = tuple(operand.expr for operand in operands)
         for params in product(*choices):
             yield Apply(pattern.op, tuple((name, value) for name, value in params if value != defaults[name]), args)

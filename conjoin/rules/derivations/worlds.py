@@ -33,7 +33,7 @@ _FUNCTIONS = ("tanh", "sigmoid", "gelu")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CountedDim:
     """A dim that is counted."""
 
     from_end: int
@@ -123,7 +123,7 @@ class World:
         if name == "pad" and word == "valid":
             return 0
         if name == "axis" and isinstance(word, int):
-            return Place(self.place(expr, args), len(args[0].value.shape))
+            return CountedDim(self.place(expr, args), len(args[0].value.shape))
         return word
 
     def written(self, name: str, meaning: object, args: Sequence[Known]) -> Sequence[Parameter]:
@@ -134,19 +134,19 @@ class World:
             assert isinstance(meaning, int | str)
             return (meaning,)
         rank = len(args[0].value.shape)
-        if isinstance(meaning, Place):
+        if isinstance(meaning, CountedDim):
             both = (meaning.from_end, meaning.from_end + meaning.rank - rank)
             places = [place for place in dict.fromkeys(both) if -rank <= place < 0]
         else:
             assert isinstance(meaning, int)
             places = [meaning % rank - rank] if -rank <= meaning < rank else []
-        return [self.words.get((name, Place(place, rank)), place) for place in places]
+        return [self.words.get((name, CountedDim(place, rank)), place) for place in places]
 
     def learn(self, expr: Apply, args: Sequence[Known], value: Value) -> None:
         """Take note of how the goal writes parameters, and where it splits."""
         for name, word in parameters(expr):
             meaning = self.meaning(name, word, expr, args)
-            if isinstance(meaning, Place) or name == "groups":
+            if isinstance(meaning, CountedDim) or name == "groups":
                 self.words.setdefault((name, meaning), word)
         if expr.op == "split":
             size = args[0].value.shape[self.place(expr, args)]

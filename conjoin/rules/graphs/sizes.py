@@ -52,7 +52,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _NamedDims:
     """Where dims with a name lie among the dims that no operator tells apart."""
 
     slots: Mapping[str, int]
@@ -95,14 +95,14 @@ class Sizing:
         """
         return _Solution(self, params, self._places(axes)).run(shapes)
 
-    def _places(self, axes: Mapping[tuple[Expr, str], int]) -> _Places:
+    def _places(self, axes: Mapping[tuple[Expr, str], int]) -> _NamedDims:
         names = sorted({name for _, name in axes})
         for order in permutations(names):
             slots: dict[str, int] = {}
             if all(self._put(expr, name, place, order, slots) for (expr, name), place in axes.items()):
                 ordered = [0, *(slots[name] for name in order)]
                 if ordered == sorted(ordered):
-                    return _Places({name: slots[name] for name in order})
+                    return _NamedDims({name: slots[name] for name in order})
         raise Misfit("its dims lie elsewhere in one tensor than in another")
 
     def _put(self, expr: Expr, name: str, place: int, order: Sequence[str], slots: dict[str, int]) -> bool:
@@ -134,7 +134,7 @@ class Sizing:
 class _Solution:
     """Sizes as far as they are known."""
 
-    def __init__(self, sizing: Sizing, params: Mapping[str, Any], places: _Places) -> None:
+    def __init__(self, sizing: Sizing, params: Mapping[str, Any], places: _NamedDims) -> None:
         self.sizing, self.params, self.places = sizing, params, places
         self.sizes: dict[Dim, Shape] = {}
         self.changed = False

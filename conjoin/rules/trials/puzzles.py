@@ -40,10 +40,12 @@ class Puzzle:
     relations: list[Relation] = field(default_factory=list)
     about: dict[int, list[Relation]] | None = None
     """The relations of every class, in classes; None where they have to be looked up again."""
+    news: list[int] = field(default_factory=list)
+    """Classes that were learned, from which nothing was concluded yet."""
 
     def copy(self) -> Puzzle:
         lists = (self.parents[:], self.least[:], self.most[:])
-        return Puzzle(*lists, dict(self.values), self.relations[:], self.about)
+        return Puzzle(*lists, dict(self.values), self.relations[:], self.about, self.news[:])
 
     def new(self, least: int = 1, most: int = _LARGEST) -> int:
         """An unknown."""
@@ -82,6 +84,8 @@ class Puzzle:
     def learn(self, unknown: int, value: int) -> None:
         """An unknown is a number."""
         at = self.find(unknown)
+        if at not in self.values:
+            self.news.append(at)
         if self.values.setdefault(at, value) != value or not self.least[at] <= value <= self.most[at]:
             raise Contradiction(f"{value} where {self.values[at]} from {self.least[at]} to {self.most[at]} is needed")
 
@@ -102,17 +106,15 @@ class Puzzle:
         self.relations.append(Relation(kind, whole, tuple(parts)))
         self.about = None
 
-    def settle(self, changed: Iterable[int] | None = None) -> None:
-        """Learn whatever follows from what is known, or from what was learned of some unknowns."""
+    def settle(self) -> None:
+        """Learn whatever follows from what is known."""
         if self.about is None:
             self._index()
+            self.news = list(self.about or ())
         assert self.about is not None
-        pending = list(self.about if changed is None else changed)
-        while pending:
-            for relation in self.about.get(pending.pop(), ()):
-                learned = self._settle(relation)
-                if learned is not None:
-                    pending.append(learned)
+        while self.news:
+            for relation in self.about.get(self.news.pop(), ()):
+                self._settle(relation)
 
     def _index(self) -> None:
         """The relations of every class of unknowns, in classes."""
@@ -123,8 +125,8 @@ class Puzzle:
                 found.setdefault(unknown, []).append(own)
         self.about = found
 
-    def _settle(self, relation: Relation) -> int | None:
-        """The unknown of a relation, in classes, that was found."""
+    def _settle(self, relation: Relation) -> None:
+        """Learn the one unknown of a relation, in classes, that is not known yet."""
         values = self.values
         whole, parts = values.get(relation.whole), [values.get(part) for part in relation.parts]
         missing = parts.count(None)
@@ -134,12 +136,10 @@ class Puzzle:
             at = relation.parts[parts.index(None)]
             made = _LEFT[relation.kind](whole, *(part for part in parts if part is not None))
         else:
-            return None
+            return
         if made is None:
             raise Contradiction(f"no {relation.kind} of {parts} is {whole}")
-        is_news = at not in values
         self.learn(at, made)
-        return at if is_news else None
 
     # Solutions.
 
@@ -156,7 +156,7 @@ class Puzzle:
                 if not choices:
                     raise Contradiction("nothing is left to choose from")
                 self.learn(unknown, random.choice(choices))
-                self.settle((unknown,))
+                self.settle()
 
     def _order(self, random: Random) -> Iterable[int]:
         """What others are made of first, in any order."""

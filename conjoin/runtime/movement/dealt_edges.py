@@ -122,7 +122,7 @@ class OnTheWay:
         return self.arrived
 
 
-class Exchange:
+class RowExchange:
     """Rows between the ranks of a group."""
 
     def __init__(self, communicator: Communicator, axes: tuple[str, ...]) -> None:
@@ -180,7 +180,7 @@ class _Seen:
 class DealtEdges:
     """The parts of the graphs that a rank saw last, of which it was given a piece of the edges."""
 
-    def __init__(self, halo: Halo, exchange: Exchange) -> None:
+    def __init__(self, halo: Halo, exchange: RowExchange) -> None:
         self._halo, self._exchange = halo, exchange
         self._seen: OrderedDict[int, _Seen] = OrderedDict()
         self._last = 0
@@ -210,7 +210,7 @@ class DealtEdges:
         return part
 
 
-def part_of_piece(source: Tensor, target: Tensor, halo: Halo, exchange: Exchange, limits: tuple[int, int]) -> Part:
+def part_of_piece(source: Tensor, target: Tensor, halo: Halo, exchange: RowExchange, limits: tuple[int, int]) -> Part:
     """The part of a rank, from its piece of the edges: all ranks of the group call it together."""
     wrong = _is_outside(source, limits[0]) or _is_outside(target, limits[1])
     if exchange.greatest(int(wrong))[0]:  # told by every rank: those whose edges are right would wait for ever

@@ -29,7 +29,7 @@ from conjoin.ops import (
     signature,
     window_of,
 )
-from conjoin.runtime.movement.dealt_edges import DealtEdges, Exchange, OnTheWay, Part, Route, Sent
+from conjoin.runtime.movement.dealt_edges import DealtEdges, OnTheWay, Part, Route, RowExchange, Sent
 from conjoin.runtime.movement.layer_clock import clock_now, paused
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
@@ -96,7 +96,7 @@ class _Brought(torch.autograd.Function):
 class _Passage:
     """The rows of one call on their way to others, and then their gradients on the way back."""
 
-    def __init__(self, route: Route, exchange: Exchange) -> None:
+    def __init__(self, route: Route, exchange: RowExchange) -> None:
         self.route, self.exchange, self.clock = route, exchange, clock_now()
         self.layer = None if self.clock is None else self.clock.layer
         self.sent: OnTheWay | None = None
@@ -145,7 +145,7 @@ class _Arrived(torch.autograd.Function):
 
 
 def _added_meanwhile(
-    part: Part, x: Tensor, weight: Tensor | None, exchange: Exchange, along: AlongEdges
+    part: Part, x: Tensor, weight: Tensor | None, exchange: RowExchange, along: AlongEdges
 ) -> Tensor:
     """Weighted sums over edges, first those from rows that are here, while the others come.
 
@@ -166,13 +166,13 @@ def _note_layer(x: Tensor) -> None:
         clock.enter(prod(x.shape[1:]))
 
 
-def _bring(x: Tensor, part: Part, exchange: Exchange) -> Tensor:
+def _bring(x: Tensor, part: Part, exchange: RowExchange) -> Tensor:
     """Rows that are here, and those that others have behind them."""
     rows: Tensor = _Brought.apply(x, part.halo, exchange.send)  # type: ignore[no-untyped-call]
     return rows
 
 
-def _weights_here(weight: Tensor | None, part: Part, exchange: Exchange) -> Tensor | None:
+def _weights_here(weight: Tensor | None, part: Part, exchange: RowExchange) -> Tensor | None:
     """Those of the edges that come to this rank's vertices."""
     if weight is None:
         return None
@@ -227,7 +227,7 @@ class HaloCarrier:
 
     def carry(self, op: str, halo: Halo, along: AlongEdges = ON_DEVICE) -> Function:
         """An operator whose vertices are split; its edges are where the rows are, or on the host."""
-        exchange = Exchange(self._communicator, halo.axes)
+        exchange = RowExchange(self._communicator, halo.axes)
         dealt = self._dealt.setdefault(halo, DealtEdges(halo, exchange)) if halo.is_dealt else None
 
         def find_part(given: _Given) -> Part:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conjoin.ir import Graph, Node, Pipeline, Value, is_random, sequential, strides_after
 from conjoin.ops import drawing, find_function, map_tensors, spread_args
-from conjoin.runtime.program.randomness import Place, Stream
+from conjoin.runtime.program.randomness import Stream, StreamState
 from conjoin.runtime.program.rank_program import LocalProgram
 
 Begin = Callable[[int, int], None]
@@ -25,11 +25,11 @@ class PipelineDraws:
         self.any = any(self._nodes)
 
     @property
-    def place(self) -> tuple[Tensor, Place | None] | None:
+    def place(self) -> tuple[Tensor, StreamState | None] | None:
         """Where the draws of all steps stand."""
         return (torch.get_rng_state(), self._after) if self.any else None
 
-    def go_to(self, place: tuple[Tensor, Place | None] | None) -> None:
+    def go_to(self, place: tuple[Tensor, StreamState | None] | None) -> None:
         """Have steps draw again from there."""
         if place is not None:
             torch.set_rng_state(place[0])
@@ -46,9 +46,9 @@ class PipelineDraws:
             base = int(torch.randint(2**52, (), dtype=torch.int64))
         return lambda stage, micro_batch: stages[stage].streams.restart(f"{base}:{stage}:{micro_batch}")
 
-    def _places(self, exact: Stream) -> dict[tuple[int, int], Place]:
+    def _places(self, exact: Stream) -> dict[tuple[int, int], StreamState]:
         """Where one device's generator stands before each stage of each micro-batch; then it has drawn them all."""
-        found: dict[tuple[int, int], Place] = {}
+        found: dict[tuple[int, int], StreamState] = {}
         stream = Stream()
         stream.go_to(exact.place if self._after is None else self._after)
         for micro_batch in range(self._count):
@@ -62,7 +62,7 @@ class PipelineDraws:
         self._after = stream.place
         return found
 
-    _after: Place | None = None
+    _after: StreamState | None = None
     """Where one device's generator stands after the steps so far."""
 
 

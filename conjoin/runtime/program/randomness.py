@@ -23,7 +23,7 @@ from conjoin.ops import drawing
 from conjoin.runtime.ranks.communicator import Communicator, Work, uncompiled
 
 Function = Callable[..., Any]
-Place = tuple[int, Tensor | None]
+StreamState = tuple[int, Tensor | None]
 """Where a stream stands: its seed, and the state of the generator once something was drawn."""
 
 
@@ -38,11 +38,11 @@ class Stream:
         self._seed, self._state = seed, None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StreamState:
         """Where the stream stands."""
         return self._seed, self._state
 
-    def go_to(self, place: Place) -> None:
+    def go_to(self, place: StreamState) -> None:
         self._seed, self._state = place
 
     def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,10 +69,10 @@ class _Outside(Stream):
         self.device = torch.device("cpu")
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StreamState:
         return 0, _state_of(self.device).read()
 
-    def go_to(self, place: Place) -> None:
+    def go_to(self, place: StreamState) -> None:
         _, state = place
         assert state is not None
         _state_of(self.device).write(state)
@@ -150,11 +150,11 @@ class Streams:
 
         return drawn
 
-    def states(self) -> tuple[Place, ...]:
+    def states(self) -> tuple[StreamState, ...]:
         """Where all streams stand."""
         return tuple(stream.place for stream in self._streams.values())
 
-    def rerun(self, states: Sequence[Place], function: Function, *args: Any) -> Any:
+    def rerun(self, states: Sequence[StreamState], function: Function, *args: Any) -> Any:
         """Call with the streams where they once stood; after it they stand where they do now."""
         now = self.states()
         self._go_to(states)
@@ -163,7 +163,7 @@ class Streams:
         finally:
             self._go_to(now)
 
-    def _go_to(self, states: Sequence[Place]) -> None:
+    def _go_to(self, states: Sequence[StreamState]) -> None:
         for stream, place in zip(self._streams.values(), states, strict=True):
             stream.go_to(place)
 
@@ -187,7 +187,7 @@ class Streams:
             digest = hashlib.sha256(f"{base}:{where}".encode()).digest()
             stream.restart(int.from_bytes(digest[:7], "big"))
 
-    def go_to(self, place: Place) -> None:
+    def go_to(self, place: StreamState) -> None:
         """Have the one stream of a comparison with one device go on from where that stands."""
         for stream in self._streams.values():
             stream.go_to(place)

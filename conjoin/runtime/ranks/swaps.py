@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conjoin.runtime.recording import Mark, marked
+from conjoin.runtime.recording import CollectiveLabel, labelled
 
 _TAG = 0x5AB
 """Apart from messages that a user of the same group sends."""
@@ -23,11 +23,11 @@ _TAG = 0x5AB
 class Swap:
     """Messages under way, which are all to be there in the end."""
 
-    def __init__(self, messages: Sequence[dist.Work], mark: Mark) -> None:
-        self._messages, self._mark = messages, mark
+    def __init__(self, messages: Sequence[dist.Work], label: CollectiveLabel) -> None:
+        self._messages, self._label = messages, label
 
     def wait(self) -> None:
-        with marked(self._mark):
+        with labelled(self._label):
             for message in self._messages:
                 message.wait()
 
@@ -39,12 +39,12 @@ def swap(kind: str, group: dist.ProcessGroup, into: Sequence[Tensor], out: Seque
     """
     own, count = group.rank(), len(out)
     before, after = ([(own + way * step) % count for step in range(1, count)] for way in (-1, 1))
-    mark = Mark.new(kind)
-    with marked(mark), torch.no_grad():
+    label = CollectiveLabel.new(kind)
+    with labelled(label), torch.no_grad():
         messages = [dist.irecv(into[m], group=group, tag=_TAG, group_src=m) for m in before if into[m].numel()]
         messages += [dist.isend(out[m], group=group, tag=_TAG, group_dst=m) for m in after if out[m].numel()]
         into[own].copy_(out[own])
-    return Swap([_under_way(message) for message in messages], mark)
+    return Swap([_under_way(message) for message in messages], label)
 
 
 def _under_way(work: dist.Work | None) -> dist.Work:

@@ -17,6 +17,8 @@ from torch import Tensor
 from conjoin.ir import flatten_tree, unflatten_tree
 
 _SEED = 7
+_SOME = 1000
+"""Elements among which there are mostly more than two kinds."""
 
 
 class Freshness(Enum):
@@ -53,11 +55,14 @@ def _mixed(flat: Tensor, generator: torch.Generator) -> Tensor:
     moved = flat[torch.randperm(len(flat), generator=generator)]
     if not flat.is_floating_point() or not flat.numel():
         return moved
-    kinds = torch.unique(flat.double())
+    kinds = torch.unique(flat[:_SOME].double())
+    if len(kinds) <= 2:  # else it need not be counted how many there are
+        kinds = torch.unique(flat.double())
+    are_finite = bool(flat.isfinite().all())
     part = torch.rand(flat.shape, generator=generator, dtype=torch.float64)
-    if len(kinds) == 1 and kinds.isfinite().all():
+    if len(kinds) == 1 and are_finite:
         value = kinds.item()
         return (part if value == 0 else value * (1 + part) / 2).to(flat.dtype)
-    if len(kinds) == 2 or not kinds.isfinite().all():
+    if len(kinds) == 2 or not are_finite:
         return moved
     return (part * flat.double() + (1 - part) * moved.double()).to(flat.dtype)

@@ -103,7 +103,9 @@ def check_made_for(plan: Plan | Pipeline, graph: Graph) -> None:
     if plan.model.fingerprint != mark:
         raise PlanError(
             f"The plan was made for {plan.model.name} with fingerprint {plan.model.fingerprint[:12]}, and the model "
-            f"given has {mark[:12]}. The model, its batch or its loss was changed since. Make the plan again."
+            f"given has {mark[:12]}. The model, its batch or its loss was changed since, if only by capture, where "
+            f"forward moves on something that is no tensor, as a generator. Take that out of forward, or make the plan "
+            f"again."
         )
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from conjoin.search.exact.elimination_order import Order, find_order
 from conjoin.search.exact.smaller_problem import reduce
-from conjoin.search.exact.tables import Factor, Places, Table, Tables
+from conjoin.search.exact.tables import Argmin, Factor, Table, Tables
 
 MAX_ENTRIES = 1 << 22
 """Entries of the largest sum of tables that is gone through, a value of one variable at a time."""
@@ -49,7 +49,7 @@ class _Eliminated:
 
     variable: int
     neighbours: tuple[int, ...]
-    best: Places
+    best: Argmin
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Places = NDArray[np.integer[Any]]
+Argmin = NDArray[np.integer[Any]]
 MAX_REMEMBERED_BYTES = 1 << 27
 """Of all sums, turned tables and minima that are remembered on some units."""
 _REMEMBERED = 1 << 18
@@ -48,7 +48,7 @@ class Tables:
     """By the name that somebody gave."""
     _made: dict[Hashable, Table] = field(default_factory=dict)
     """By what they were made from; bounded, as are the minima."""
-    _minima: dict[Hashable, tuple[Table, Places]] = field(default_factory=dict)
+    _minima: dict[Hashable, tuple[Table, Argmin]] = field(default_factory=dict)
     _numbers: count[int] = field(default_factory=count)
     _bytes: int = 0
 
@@ -105,7 +105,7 @@ class Tables:
         key = "without", table.number, dim
         return self._made.get(key) or self._remember(key, np.asarray(table.values.take(0, axis=dim)))
 
-    def minimum(self, parts: Sequence[tuple[tuple[int, ...], Table]], sizes: tuple[int, ...]) -> tuple[Table, Places]:
+    def minimum(self, parts: Sequence[tuple[tuple[int, ...], Table]], sizes: tuple[int, ...]) -> tuple[Table, Argmin]:
         """The minimum over dim 0 of the sum of tables, each over some of the dims; and where it is."""
         key = tuple((dims, table.number) for dims, table in parts), sizes
         found = self._minima.get(key)
@@ -137,7 +137,7 @@ class Tables:
         self._bytes += num_bytes
 
 
-def _minimum(parts: Sequence[tuple[tuple[int, ...], Array]], sizes: tuple[int, ...]) -> tuple[Array, Places]:
+def _minimum(parts: Sequence[tuple[tuple[int, ...], Array]], sizes: tuple[int, ...]) -> tuple[Array, Argmin]:
     """Value by value of the variable at dim 0: never more than two tables of the result's size at a time."""
     whole, small = prod(sizes), np.min_scalar_type(sizes[0])
     spread = [_spread(values, dims, len(sizes)) for dims, values in parts]

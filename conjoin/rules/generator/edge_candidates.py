@@ -27,10 +27,10 @@ _ROWS, _WEIGHT = 0, 3
 _VERTICES = (("vertices", "n"),)
 
 
-def exchanges() -> tuple[Rule, ...]:
+def edge_candidates() -> tuple[Rule, ...]:
     """Every candidate.
 
-    >>> print(exchanges()[0])
+    >>> print(edge_candidates()[0])
     : add(aggregate[vertices=n](x, s, t), aggregate[vertices=n](y, s, t)) => aggregate[vertices=n](add(x, y), s, t)
     """
     over_edges = [op for op in OPS if op.kind == "edges"]

@@ -338,7 +338,30 @@ def test_writing_past_the_gradients_is_refused(write: Callable[[Tensor], None]) 
         write(y)
         return y
 
-    with pytest.raises(CaptureError, match=r"operator clamp_ at .*test_regions.py:\d+: it writes into a tensor"):
+    with pytest.raises(CaptureError, match=r"operator clamp_ at .*switched_regions.py:\d+: it writes into a tensor"):
+        capture(Counted(forward), X)
+
+
+UNTOLD: dict[str, Callable[[Tensor], Tensor]] = {
+    "einsum": lambda y: torch.einsum("ab->ba", y),
+    "meshgrid": lambda y: torch.meshgrid(y[0], indexing="ij")[0],
+    "the second of two": lambda y: torch.atleast_3d(torch.ones(2), y)[1],
+    "a list": lambda y: torch.broadcast_tensors(torch.ones(1), torch.einsum("ab->ba", y))[1],
+}
+"""Views of which no schema says so."""
+
+
+@pytest.mark.parametrize("view", UNTOLD.values(), ids=UNTOLD)
+@pytest.mark.parametrize("way", ["under no_grad", "detached", "to a parameter", "to an input"])
+def test_what_must_not_be_written_to_is_seen_through_every_view(view: Callable[[Tensor], Tensor], way: str) -> None:
+    def forward(m: Counted, x: Tensor) -> Tensor:
+        y = m.layer(x)
+        with torch.set_grad_enabled(way == "detached"):
+            view({"to a parameter": m.layer.weight, "to an input": x, "detached": y.detach()}.get(way, y)).clamp_(min=0)
+        return y
+
+    told = "it writes to" if way.startswith("to") else "it writes into a tensor through which gradients flow"
+    with pytest.raises(CaptureError, match=rf"operator clamp_ at .*_regions.py:\d+: {told}"):
         capture(Counted(forward), X)
 
 
@@ -531,7 +554,7 @@ class Swish(torch.autograd.Function):
 
 def test_an_autograd_function_with_a_backward_of_its_own_is_refused() -> None:
     model = Counted(lambda m, x: Reversed.apply(m.layer(x)))
-    with pytest.raises(CaptureError, match=r"autograd function Reversed at .*test_regions.py:\d+: its backward is not"):
+    with pytest.raises(CaptureError, match=r"autograd function Reversed at .*_regions.py:\d+: its backward is not"):
         capture(model, X)
 
 

@@ -177,10 +177,15 @@ def _visit(walk: _Walk, node: fx.Node) -> None:
 
 
 def _shares(node: fx.Node) -> fx.Node | None:
-    """The operand whose memory a call's result may share."""
-    first = node.args[0] if node.args else None
-    shared = node.target is operator.getitem or (isinstance(node.target, OpOverload) and aliases_input(node.target))
-    return first if shared and isinstance(first, fx.Node) else None
+    """The operand whose memory a call's result shares, as it was traced, or may share, as its schema says."""
+    if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
+        return None
+    made = node.all_input_nodes[:1] if node.target is operator.getitem else []
+    operands = [*(operand for whole in made for operand in whole.all_input_nodes), *node.all_input_nodes]
+    shared = next((operand for operand in operands if storages_of_node(operand) & storages_of_node(node)), None)
+    if shared is None and (made or aliases_input(node.target)):  # type: ignore[arg-type]
+        return next(iter(node.all_input_nodes), None)
+    return shared
 
 
 def _share_memory(walk: _Walk, node: fx.Node) -> None:
