@@ -15,7 +15,7 @@ from conjoin.machine import Machine
 from conjoin.search.baselines import baseline_names
 from conjoin.search.best_plan import find_plan
 from conjoin.search.constraints import make_constraints
-from conjoin.search.contest import Progress, Stopped
+from conjoin.search.contest import NOT_TRIED, Progress, Stopped
 from conjoin.search.named_pipelines import make_pipeline
 from conjoin.search.named_plans import make_plan
 from conjoin.search.searches import search_names
@@ -77,7 +77,7 @@ def compare_plans(  # noqa: PLR0913 – what may be put side by side
     """A row for every strategy and search on the whole machine, the fastest that fit first; without strategies all
     named ones, with the degrees that people try.
 
-    Ctrl-C ends the comparison: what there is of it is returned.
+    Ctrl-C ends the comparison: what there is of it is returned, and the rest as not tried.
     """
     for name in (wish.search, *searches):
         check_wish(replace(wish, search=name), search_names())
@@ -112,6 +112,7 @@ def compare_plans(  # noqa: PLR0913 – what may be put side by side
     except KeyboardInterrupt:
         if not rows:
             raise
+    rows += [Row(name, 0.0, reason=NOT_TRIED) for name, _ in ways[len(rows) :]]
     return sorted(rows, key=lambda r: (r.prediction is None, not r.fits, r.prediction.seconds if r.prediction else 0.0))
 
 

@@ -53,6 +53,10 @@ class Stopped(Enum):
     INTERRUPTED = "interrupted"
 
 
+NOT_TRIED = "Ctrl-C came before it was tried."
+"""What a table says of the rest where it was stopped."""
+
+
 class Enough(Exception):
     """The contest is over: the search that runs it should return."""
 

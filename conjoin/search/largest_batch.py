@@ -15,6 +15,7 @@ from conjoin.errors import StrategyError, UsageError
 from conjoin.ir import Graph, Pipeline, Plan
 from conjoin.machine import Machine, parts_of
 from conjoin.search.baselines import least_bytes
+from conjoin.search.contest import NOT_TRIED
 from conjoin.search.groups import products
 from conjoin.search.named_pipelines import make_pipeline, usual_micro_batches
 from conjoin.search.named_plans import make_plan
@@ -121,19 +122,29 @@ def _is_pipeline(strategy: str) -> bool:
 def largest_batches(question: FitQuestion, machine: Machine, strategies: Sequence[str] = ()) -> list[Fit]:
     """For each strategy and each way to run blocks again the largest batch; the highest throughput first.
 
-    The best of them is told once more with micro-batches: as many as one likes, each of so many samples.
+    The best of them is told once more with micro-batches: as many as one likes, each of so many samples. Ctrl-C ends
+    the search: what was found until then is told.
     """
-    found = [fit for name in strategies or usual_strategies(machine) for fit in _each_mode(question, machine, name)]
-    if not strategies and machine.num_devices > 1 and not any(fit.fits for fit in found):
-        found += [fit for name in layers_split(machine) for fit in _each_mode(question, machine, name)]
-    if not strategies and machine.num_devices > 1 and not any(fit.fits for fit in found):
-        found += [fit for name in in_stages(machine) for fit in _each_mode(question, machine, name)]
-    found.sort(key=lambda fit: -fit.samples_per_second)
-    best = next((fit for fit in found if fit.fits), None)
-    if best is not None and best.micro == 1:
-        more = _largest(question, machine, best.strategy, "", micro=2)
-        found += [replace(more, recompute=best.recompute)] if more.fits else []
-    return found
+    found: list[Fit] = []
+    others = () if strategies or machine.num_devices == 1 else (layers_split(machine), in_stages(machine))
+    try:
+        for names in (strategies or usual_strategies(machine), *others):
+            for name in names if not any(fit.fits for fit in found) else ():
+                found.extend(_each_mode(question, machine, name))
+        more = _in_micro_batches(question, machine, found)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        more = [Fit(machine, "other ways", "", 1, 0, None, reason=NOT_TRIED)]
+    return [*sorted(found, key=lambda fit: -fit.samples_per_second), *more]
+
+
+def _in_micro_batches(question: FitQuestion, machine: Machine, found: Sequence[Fit]) -> list[Fit]:
+    best = max(found, key=lambda fit: fit.samples_per_second)
+    if not best.fits or best.micro > 1:
+        return []
+    more = _largest(question, machine, best.strategy, "", micro=2)
+    return [replace(more, recompute=best.recompute)] if more.fits else []
 
 
 def _each_mode(question: FitQuestion, machine: Machine, name: str) -> Iterator[Fit]:
@@ -239,14 +250,19 @@ def least_machines(question: FitQuestion, machine: Machine, batch: int, strategi
     """For sizes of a machine, the smallest first, the fastest way to train a batch; up to the first that fits, and to
     the machine itself.
 
-    Where a size does not fit, the way that comes nearest is told.
+    Where a size does not fit, the way that comes nearest is told. Ctrl-C ends with the sizes that were tried.
     """
     found: list[Fit] = []
     for part in _sizes(machine):
         if any(fit.fits for fit in found) and part.num_devices > machine.num_devices:
             break
-        if part.num_devices > 1 or not strategies or "single" in strategies:
-            found.append(_best_way(question, part, batch, strategies))
+        try:
+            if part.num_devices > 1 or not strategies or "single" in strategies:
+                found.append(_best_way(question, part, batch, strategies))
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            return [*found, Fit(part, "", "", 1, 0, None, reason=NOT_TRIED)]
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import conjoin
 from conjoin.machine import Machine
-from conjoin.search import make_plan
+from conjoin.search import FitQuestion, make_plan
 from conjoin.sim import predict
 from tests.cli.conftest import Ran
 
@@ -99,6 +99,26 @@ def test_what_fits_nowhere_is_told_with_its_bytes(run: Run) -> None:
     shown = run("fits", "gpt-175b", "--size", "layers=2", *MACHINE, "--strategy", "data-parallel")
     assert shown.code == 0 and "no batch by data-parallel: parameters, gradients and optimizer take" in shown.out
     assert "Use more devices" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("asked", "last", "told"),
+    [((), "fsdp", "no batch by other ways: Ctrl-C came"), (("--batch", "64"), "data-parallel", "2        no ")],
+    ids=["batch", "machine"],
+)
+def test_ctrl_c_tells_what_was_found_until_then(
+    run: Run, monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...], last: str, told: str
+) -> None:
+    tried = FitQuestion.predict
+
+    def interrupted(question: FitQuestion, machine: Machine, strategy: str, batch: int) -> Any:
+        if strategy.startswith(last):
+            raise KeyboardInterrupt
+        return tried(question, machine, strategy, min(batch, 2))
+
+    monkeypatch.setattr(FitQuestion, "predict", interrupted)
+    shown = run("fits", "lenet:tiny", *MACHINE, *asked)
+    assert shown.code == 0 and told in shown.out and "Ctrl-C came before it was tried" in shown.out
 
 
 def test_questions_that_cannot_be_answered(run: Run, folder: Path) -> None:
