@@ -245,7 +245,7 @@ def test_a_bad_run_in_a_process_of_its_own(start: Callable[..., subprocess.Popen
     process = start("inspect", "my_models.py:wrong_batch", "-o", "graph.json")
     out, err = process.communicate(timeout=HUNG_SECONDS)
     message = Ran(process.returncode, out, err).refused()
-    assert f"{folder}/my_models.py:43: return self.fc(x).relu()" in message
+    assert f"{folder}/my_models.py:47: return self.fc(x).relu()" in message
     assert not (folder / "graph.json").exists()
 
 

@@ -30,6 +30,8 @@ from conjoin.search import make_plan, strategy_names
 from tests.zoo import graphs
 
 STEPS, SAMPLE_STEPS = 5, 2
+ROUGH = ("resnext-50",)
+"""Batch norm over tiny batches: what single precision is off by shows in five steps, not in two."""
 SINGLE_LOSS, SINGLE_TENSOR, TIMES_OWN_ERROR = 2e-3, 1e-2, 10.0
 SHAKEN = 3
 RANKS = (2, 4, 8)
@@ -145,7 +147,7 @@ SAMPLE = (
 @pytest.mark.parametrize(("name", "ranks", "strategies"), SAMPLE, ids=[f"{n}-{r}" for n, r, _ in SAMPLE])
 def test_a_sample_trains_like_one_device(name: str, ranks: int, strategies: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    results = check(name, ranks, strategies, SAMPLE_STEPS)
+    results = check(name, ranks, strategies, STEPS if name in ROUGH else SAMPLE_STEPS)
     assert len(results) == 2 * len(strategies), "a strategy of the sample does not fit"
     assert_equal(results)
 

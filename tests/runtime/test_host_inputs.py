@@ -252,7 +252,7 @@ def peak_of_a_rank(plan: Plan, given: Sample, communicator: Communicator) -> int
     return peak_on(module, tuple(parts))
 
 
-@pytest.mark.parametrize(("make", "vertices"), [(Gat, 250), (Greatest, 1000)])
+@pytest.mark.parametrize(("make", "vertices"), [(Gat, 250), (Greatest, 2000)])
 def test_what_is_told_of_a_rank_is_what_lives_on_its_device(
     make: Callable[[GnnConfig], nn.Module], vertices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ CASES = [
     ("megatron:tq=2", UsageError, "Did you mean tp?"),
     ("megatron:sp=2", UsageError, "Write sp."),
     ("megatron:tp", UsageError, "Write tp=2."),
-    ("megatron:tp=0", UsageError, "A degree is a whole number from 1."),
+    ("megatron:tp=0", UsageError, "A degree is a whole number from 1, of at most 7 digits."),
     ("megatron:tp=two", UsageError, "tp='two'"),
     ("megatron:tp=2,tp=4", UsageError, "tp twice"),
     ("single:dp=2", UsageError, "takes no keys"),

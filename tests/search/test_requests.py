@@ -69,7 +69,7 @@ ERRORS = [
     ("fsdp+recompute=full+recompute=none", UsageError, "recompute twice"),
     ("fsdp:micro=2,micro=4", UsageError, "micro twice"),
     ("fsdp@n0,d0,d1+micro=2@n0,d0,d1", UsageError, "axes twice"),
-    ("fsdp+micro=0", UsageError, "A degree is a whole number from 1."),
+    ("fsdp+micro=0", UsageError, "A degree is a whole number from 1, of at most 7 digits."),
     ("fsdp+micro=3", StrategyError, "a batch of 8 has no 3 equal parts"),
     ("fsdp+micro=2", StrategyError, "In each of 2 micro-batches: The batch of Llama was to be split 8 ways (dp=8). It"),
     ("hsdp+micro=2", StrategyError, "split 8 ways (shard × replicate=8). It has 4 samples"),
