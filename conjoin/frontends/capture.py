@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from conjoin.errors import CaptureError
+from conjoin.frontends.dealt_batch import Batch
 from conjoin.frontends.expert_rows import in_their_own_order
 from conjoin.frontends.filled_tensors import with_parts_together
 from conjoin.frontends.lowering import Lowering
@@ -16,7 +17,7 @@ from conjoin.frontends.merged_rows import with_rows_in_their_dims
 from conjoin.frontends.neighbours import with_neighbours
 from conjoin.frontends.problems import Problem
 from conjoin.frontends.report import not_understood
-from conjoin.frontends.torch_export import AutocastRegions, Batch, export
+from conjoin.frontends.torch_export import AutocastRegions, export
 from conjoin.frontends.torch_private import settle_autograd
 from conjoin.ir import Graph, find_faults, plain_model
 

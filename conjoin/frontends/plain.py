@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from conjoin.frontends.torch_export import Batch, deal_out
+from conjoin.frontends.dealt_batch import Batch, deal_out
 
 
 def run_plainly(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = None) -> Any:

@@ -28,9 +28,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conjoin.frontends.dealt_batch import Batch
 from conjoin.frontends.folded_constants import MAX_ELEMENTS, seen_under
 from conjoin.frontends.known_values import KnownValues
-from conjoin.frontends.torch_export import AutocastRegions, Batch, StepCall, is_plain, neutral
+from conjoin.frontends.torch_export import AutocastRegions, StepCall, is_plain, neutral
 from conjoin.frontends.torch_private import disable_current_modes, has_alias_info, pretend_exporting, quiet
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Value, find_faults, make_node, retype
 from conjoin.ops import Args, Call, Kind, TensorType, map_tensors, output_types, signature, types_on_meta

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, source_of
+from conjoin.frontends.torch_autocast import autocast_knows
 from conjoin.frontends.torch_private import (
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
@@ -25,7 +26,6 @@ from conjoin.frontends.torch_private import (
     ExportedProgram,
     InputKind,
     aliases_input,
-    autocast_knows,
     decomposition_of,
     is_mutable,
     set_storages,
