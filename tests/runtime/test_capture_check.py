@@ -19,6 +19,8 @@ from conjoin.frontends import capture as captured_unchecked
 from conjoin.frontends import run_plainly
 from conjoin.runtime import PlainModel, check_capture
 from conjoin.runtime.verification import capture_check
+from conjoin.runtime.verification.first_difference import find_first_difference
+from conjoin.runtime.verification.fresh_batches import Freshness
 from tests.ir.wording import assert_three_sentences
 
 X, Y = torch.linspace(-1, 1, 48).reshape(8, 6), torch.linspace(0, 1, 48).reshape(8, 6)
@@ -128,6 +130,18 @@ def test_what_forward_takes_from_outside_is_refused_with_its_line(name: str) -> 
     assert_three_sentences(told.value)
     graph = conjoin.capture(Layer(body), (X, Y), functional.mse_loss, check=False)
     assert graph.loss == 0
+
+
+def test_a_number_drawn_close_to_the_captured_one_is_told_from_it_all_the_same() -> None:
+    drawn = iter([0.5, 0.501, 0.7])
+
+    def body(m: Any, h: Tensor) -> Tensor:
+        return h * next(drawn)
+
+    plain = PlainModel(Layer(body), functional.mse_loss, run_plainly)
+    graph = captured_unchecked(Layer(body), (X, Y), functional.mse_loss)
+    hint = find_first_difference(graph, plain, (X, Y), Freshness.MIXED)
+    assert hint.startswith("The first value that differs is made by mul at ") and next(drawn, None) is None
 
 
 def test_a_seldom_branch_by_a_number_from_outside_is_told(caplog: pytest.LogCaptureFixture) -> None:
