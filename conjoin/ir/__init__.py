@@ -102,6 +102,7 @@ from conjoin.ir.regions import (
     region_of,
     region_shape,
 )
+from conjoin.ir.replacements import Replacement, replacements
 from conjoin.ir.reshards import (
     Elementary,
     LayoutError,
@@ -168,6 +169,7 @@ __all__ = [
     "Range",
     "Region",
     "RegionMove",
+    "Replacement",
     "Result",
     "Rewriting",
     "Rounding",
@@ -285,6 +287,7 @@ __all__ = [
     "regathered_parameters",
     "region_of",
     "region_shape",
+    "replacements",
     "reshard_chain",
     "retype",
     "rules_for",

@@ -35,7 +35,10 @@ def generator_states() -> Mapping[str, Any]:
     """Where the generators stand that everybody shares and a graph knows nothing of."""
     numpy = sys.modules.get("numpy")
     found: dict[str, Any] = {"random (Python's generator)": random.getstate()}
-    return found | ({"numpy.random (NumPy's generator)": repr(numpy.random.get_state())} if numpy else {})
+    if numpy:
+        name, key, *rest = numpy.random.get_state()
+        found["numpy.random (NumPy's generator)"] = (name, key.tobytes(), *rest)
+    return found
 
 
 def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:

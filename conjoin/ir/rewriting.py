@@ -18,6 +18,7 @@ class Rewriting:
     def __init__(self, graph: Graph, leaf: Callable[[Leaf], Leaf] = lambda leaf: leaf) -> None:
         self.graph = graph
         self.builder = GraphBuilder()
+        self.kept: set[Node] = set()
         self.values: dict[Value, Value] = {Value(old): self.builder.add_leaf(leaf(old)) for old in graph.leaves}
 
     def keep(self, node: Node) -> None:
@@ -27,6 +28,7 @@ class Rewriting:
         while self.builder.holds(made) and is_random(made.op, args):  # two draws from what has become one tensor
             made = make_node(node.op, args, node.types, occurrence=made.occurrence + 1, pinned=node.pinned)
         self.builder.add_node(made, self.graph.source_of(node))
+        self.kept.add(node)
         self.values.update(zip(node.outputs(), made.outputs(), strict=True))
 
     def emit(self, node: Node, op: str, *given: Any) -> Any:

@@ -27,6 +27,7 @@ EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
 EXPERT_LINEAR, EXPERT_NETWORK = "conjoin::expert_linear", "conjoin::expert_network"
 ROUTED_EXPERTS = "conjoin::routed_experts"
+EXPERT_LAYERS = (EXPERT_LINEAR, EXPERT_NETWORK, ROUTED_EXPERTS)
 AGGREGATE, EDGE_SOFTMAX = "conjoin::aggregate", "conjoin::edge_softmax"
 GRAPH_ATTENTION, AGGREGATE_ONCE = "conjoin::graph_attention", "conjoin::aggregate_once"
 PEAK = "conjoin::peak"

@@ -14,8 +14,8 @@ from conjoin.rules.generator.vocabulary import (
 )
 from conjoin.rules.graphs.matching import Match, find_matches
 from conjoin.rules.graphs.near_misses import NearMiss, why
-from conjoin.rules.graphs.rehearsal import Change, rehearse
-from conjoin.rules.graphs.rewriting import Refused, apply, apply_all, change_of, kept_values
+from conjoin.rules.graphs.rehearsal import at_small_sizes, find_fault, rehearse
+from conjoin.rules.graphs.rewriting import Refused, apply, apply_all, kept_values, replacement_of
 from conjoin.rules.graphs.term_index import Index
 from conjoin.rules.library import (
     SHIPPED,
@@ -36,12 +36,12 @@ from conjoin.rules.trials.refutation import Counterexample, Trials, refute, try_
 from conjoin.rules.verdict import Judgement, Standing, judge
 
 __all__ = [
-    "MODELS", "MULTILINEAR", "OPS", "SHIPPED", "TASO", "VOCABULARIES", "Apply", "Change", "Counterexample",
+    "MODELS", "MULTILINEAR", "OPS", "SHIPPED", "TASO", "VOCABULARIES", "Apply", "Counterexample",
     "Derivation", "Deriver", "Entry", "Expr", "Index", "Input", "Judgement", "Library", "Made", "Match", "NearMiss",
     "OwnRules", "Parameter", "Proven", "Refused", "Rule", "RuleFile", "RuleOp", "Selection", "Standing", "Step",
-    "Trials", "Verdict", "Vocabulary", "WrittenRule", "apply", "apply_all", "certify", "change_of", "drop_derived",
-    "drop_instances", "edge_candidates", "find_matches", "generate", "inputs_of", "judge", "kept_values", "load_rules",
-    "make_entry", "make_library", "method_of", "of_each_function", "operators_in", "operators_version",
-    "parse_expressions", "parse_rule", "parse_rules", "prove", "prove_all", "prove_rules", "reasons_of", "refute",
-    "rehearse", "save_rules", "try_out", "why", "with_groups",
+    "Trials", "Verdict", "Vocabulary", "WrittenRule", "apply", "apply_all", "at_small_sizes", "certify",
+    "drop_derived", "drop_instances", "edge_candidates", "find_fault", "find_matches", "generate", "inputs_of", "judge",
+    "kept_values", "load_rules", "make_entry", "make_library", "method_of", "of_each_function", "operators_in",
+    "operators_version", "parse_expressions", "parse_rule", "parse_rules", "prove", "prove_all", "prove_rules",
+    "reasons_of", "refute", "rehearse", "replacement_of", "save_rules", "try_out", "why", "with_groups",
 ]  # fmt: skip

@@ -23,7 +23,6 @@ from conjoin.ir import (
     computation_digest,
     cut_in_micro_batches,
     cut_part_in_micro_batches,
-    expand,
     has_parts,
     micro_batched_parts,
     model_mark,
@@ -48,6 +47,7 @@ from conjoin.search.offloads import with_offloads
 from conjoin.search.packed_weights import find_packed, store_in_sections
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.rank_statistics import check_rank_statistics, with_rank_statistics
+from conjoin.search.rehearsed import expand_rehearsed
 from conjoin.search.request import Request
 from conjoin.search.rings import with_rings
 from conjoin.search.routes import with_routes
@@ -144,7 +144,9 @@ def open_up(graph: Graph, stuck: frozenset[Node]) -> tuple[tuple[Substitution, .
         return told, part_dims(graph, merged)
     if taken is packed:
         return told, store_in_sections(graph, packed)
-    return told, unfuse(graph, fused) if fused else expand(graph, taken, parts=taken is by_parts)
+    if fused:
+        return told, unfuse(graph, fused)
+    return told, expand_rehearsed(graph, taken, parts=taken is by_parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Everything is worked out once for each graph, and what depends on a call alone o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -190,15 +190,30 @@ def expands(call: Call, parts: bool) -> bool:
     spec = spec_for(call)
     if spec is None or (spec.by_parts if parts else spec.expansion) is None:
         return False
-    builder, names = GraphBuilder(), iter(range(len(call.tensors)))
+    node = alone(call, (LeafKind.INPUT,) * len(call.tensors))
+    return expansion_of(node, parts).nodes != (node,)
+
+
+def alone(call: Call, kinds: Sequence[LeafKind]) -> Node:
+    """A declared call on leaves of its own, of these kinds."""
+    spec, leaves = spec_for(call), enumerate(kinds)
+    assert spec is not None
 
     def leaf(type: TensorType) -> Value:
-        return builder.add_leaf(make_leaf(LeafKind.INPUT, f"x{next(names)}", type))
+        number, kind = next(leaves)
+        return Value(make_leaf(kind, f"x{number}", type))
 
-    node = make_node(call.op, map_tensors(call.op, call.args, leaf), output_types(spec, call))
+    return make_node(call.op, map_tensors(call.op, call.args, leaf), output_types(spec, call))
+
+
+def expansion_of(node: Node, parts: bool) -> Graph:
+    """What a call on inputs alone expands to."""
+    builder = GraphBuilder()
+    for value in dict.fromkeys(node.inputs):
+        builder.add_leaf(value.owner)  # type: ignore[arg-type]
     builder.add_node(node)
     graph = builder.finish("expansion", training=True, inputs=(), outputs=tuple(node.outputs()))
-    return expand(graph, (node,), parts=parts).nodes != (node,)
+    return expand(graph, (node,), parts=parts)
 
 
 class Facts:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from conjoin.errors import StrategyError
-from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Substitution, Value, drop_unused
+from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Substitution, Value
 from conjoin.ops import AGGREGATE, AGGREGATE_ONCE
-from conjoin.rules import Library, Match, apply_all, change_of, find_matches, rehearse
+from conjoin.rules import Library, Match, apply_all, find_matches, rehearse, replacement_of
 from conjoin.search.facts import where_in
+from conjoin.search.rehearsed import finish_rehearsed
 from conjoin.search.rewrites import RuleWay, ways_of
 
 _WHY = "no step changes what is aggregated, and it is kept as long as nobody writes to it"
@@ -57,7 +58,7 @@ def _once(graph: Graph, stays: Stays) -> Once:
         args = (work.values[arg] if isinstance(arg, Value) else arg for arg in node.args[:6])
         work.values[Value(node)] = work.emit(node, AGGREGATE_ONCE, *args, ())
     told = tuple(Substitution("aggregate-features-once", where_in(first, node), _WHY) for node in found)
-    return drop_unused(work.finish()), (*exchanged, *told)
+    return finish_rehearsed(work), (*exchanged, *told)
 
 
 def _aggregated_first(graph: Graph, stays: Stays) -> Once:
@@ -72,7 +73,7 @@ def _aggregated_first(graph: Graph, stays: Stays) -> Once:
 
 def _may_come_first(graph: Graph, match: Match, stays: Stays) -> bool:
     given = [term for name, term in match.inputs if name != "y"]  # which are the weights of the layer
-    return all(isinstance(term, Value) and stays(graph, term) for term in given) and not rehearse(change_of(match))
+    return all(isinstance(term, Value) and stays(graph, term) for term in given) and not rehearse(replacement_of(match))
 
 
 @lru_cache(maxsize=1)

@@ -14,8 +14,9 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from conjoin.ir import Graph, Leaf, Node, Rewriting, Value, bring_into_order, drop_unused, in_same_order, permutation
+from conjoin.ir import Graph, Leaf, Node, Rewriting, Value, bring_into_order, in_same_order, permutation
 from conjoin.ops import SCALED_LINEAR, Args, signature
+from conjoin.search.rehearsed import finish_rehearsed
 
 _FEATURE_DIMS = {
     "linear": {"weight": 0, "bias": 0},
@@ -238,4 +239,4 @@ def _taken_apart(graph: Graph, cuts: Mapping[Leaf | Node, Fused], in_order: bool
             unfuser.work.keep(node)
         elif not any(value in unfuser.work.values for value, _ in cuts[node].pieces):
             unfuser.take_apart(cuts[node])
-    return drop_unused(unfuser.work.finish())
+    return finish_rehearsed(unfuser.work)

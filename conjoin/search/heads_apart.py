@@ -13,7 +13,8 @@ from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
 
-from conjoin.ir import Graph, Node, Rewriting, Value, bring_into_order, drop_unused, in_same_order, permutation
+from conjoin.ir import Graph, Node, Rewriting, Value, bring_into_order, in_same_order, permutation
+from conjoin.search.rehearsed import finish_rehearsed
 
 Shape = tuple[int, ...]
 
@@ -61,7 +62,7 @@ def _parted_by(graph: Graph, reshapes: Collection[Node], in_order: bool) -> Grap
                 bring_into_order(work, node, Value(node))
         else:
             work.keep(node)
-    return drop_unused(work.finish())
+    return finish_rehearsed(work)
 
 
 def _common_parts(one: Shape, other: Shape) -> Shape | None:

@@ -26,12 +26,12 @@ from conjoin.rules import (
     OwnRules,
     Rule,
     apply_all,
-    change_of,
     find_matches,
     inputs_of,
     of_each_function,
     operators_in,
     rehearse,
+    replacement_of,
 )
 from conjoin.search.entries import Variant, make_variant, name_of, seconds_alone
 from conjoin.search.fold import fold
@@ -94,7 +94,7 @@ class Rewrite:
 
     def fault(self) -> str:
         """Why the variant does not compute what the one before it does; empty where it does."""
-        found = (rehearse(change_of(match)) for match in self.matches)
+        found = (rehearse(replacement_of(match)) for match in self.matches)
         return next((reason for reason in found if reason), "")
 
 

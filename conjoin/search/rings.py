@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from conjoin.cost import ATTENTION
 from conjoin.errors import StrategyError
-from conjoin.ir import Graph, Node, Rewriting, Substitution, Value, drop_unused
+from conjoin.ir import Graph, Node, Rewriting, Substitution, Value
 from conjoin.ops import RING_ATTENTION
 from conjoin.search.facts import where_in
 from conjoin.search.propagation import Flow
+from conjoin.search.rehearsed import finish_rehearsed
 
 _WHY = "the same attention; keys and values come one piece after the other"
 _QUERIES = "l"
@@ -31,7 +32,7 @@ def with_rings(graph: Graph, flows: Sequence[Flow]) -> tuple[Graph, tuple[Substi
         attributes = (node.call[name] for name in ("is_causal", "scale", "enable_gqa"))
         work.values[Value(node)] = work.emit(node, RING_ATTENTION, query, key, value, *attributes, *mask)
     told = tuple(Substitution(f"ring-{node.op}", where_in(graph, node), _WHY) for node in split)
-    return drop_unused(work.finish()), told
+    return finish_rehearsed(work), told
 
 
 def _check(graph: Graph, node: Node) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from conjoin.comm import moves_fewer_rows
-from conjoin.ir import Graph, Node, Rewriting, Substitution, Value, drop_unused
+from conjoin.ir import Graph, Node, Rewriting, Substitution, Value
 from conjoin.ops import EXPERT_NETWORK, ROUTED_EXPERTS
 from conjoin.search.facts import where_in
+from conjoin.search.rehearsed import finish_rehearsed
 from conjoin.search.request import Request
 
 _WHY = "the same networks; rows go to the device that has their expert, and back"
@@ -30,7 +31,7 @@ def with_routes(graph: Graph, request: Request) -> tuple[Graph, tuple[Substituti
             gate, inward = work.emit(node, "split_with_sizes", inward, (width, width), 2)
         work.values[Value(node)] = work.emit(node, ROUTED_EXPERTS, x, inward, *others, gate)
     told = tuple(Substitution(f"route-{node.op}", where_in(graph, node), _WHY) for node in routed)
-    return drop_unused(work.finish()), told
+    return finish_rehearsed(work), told
 
 
 def _num_experts(node: Node) -> int:

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from conjoin.ir import Graph, Node, Plan, Substitution
 from conjoin.ops import Kind, signature
-from conjoin.rules import Index, Library, apply_all, change_of, find_matches, rehearse
+from conjoin.rules import Index, Library, apply_all, find_matches, rehearse, replacement_of
 from conjoin.search.counterparts import find_counterparts
 from conjoin.search.drafts import open_up, substitution_of
 from conjoin.search.facts import study
@@ -92,7 +92,7 @@ def _by_rule(plan: Plan, graph: Graph, name: str) -> Rewritten:
     found = [m for m in find_matches(index, way.rule, apart=True) if not kept.issuperset(m.nodes)]
     ordered = sorted(found, key=lambda m: -max(index.places[node] for node in m.nodes))
     made, places = apply_all(graph, way.rule, ordered)
-    fault = next((reason for match in places if (reason := rehearse(change_of(match)))), "")
+    fault = next((reason for match in places if (reason := rehearse(replacement_of(match)))), "")
     if fault:
         _log.warning("the substitution %s is not used: %s", name, fault)
     if fault or not places:

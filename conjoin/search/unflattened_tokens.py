@@ -12,8 +12,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from conjoin.ir import Graph, Node, Rewriting, Value, drop_unused
+from conjoin.ir import Graph, Node, Rewriting, Value
 from conjoin.ops import CAST, TOKEN_ENTROPY, TOKEN_LIKELIHOOD
+from conjoin.search.rehearsed import finish_rehearsed
 
 _LOSSES = {"cross_entropy_loss": TOKEN_ENTROPY, "nll_loss_nd": TOKEN_LIKELIHOOD}
 _ALONG_CLASSES = ("log_softmax.int", "_log_softmax")
@@ -73,7 +74,7 @@ def unflatten(graph: Graph, nodes: Collection[Node]) -> Graph:
             work.values[Value(node)] = _loss(node, shaped, work)
         else:
             shaped[Value(node)] = _moved(node, shaped[node.inputs[0]], work)
-    return drop_unused(work.finish())
+    return finish_rehearsed(work)
 
 
 def _moved(node: Node, x: Value, work: Rewriting) -> Any:

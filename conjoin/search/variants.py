@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from conjoin.ir import Graph, Plan, Substitution, expand, plain_call, sequential
+from conjoin.ir import Graph, Plan, Substitution, plain_call, sequential
 from conjoin.search.drafts import substitution_of
 from conjoin.search.entries import Entry, Outcome, Variant, make_variant, name_of
 from conjoin.search.facts import expands
 from conjoin.search.features_once import with_constants_once
+from conjoin.search.rehearsed import expand_rehearsed
 
 _MAX_VARIANTS = 4
 
@@ -37,7 +38,7 @@ def expanded(graph: Graph, before: tuple[Substitution, ...] = ()) -> tuple[Graph
     if not nodes:
         return graph, before
     named = tuple(substitution_of(graph, node) for node in graph.nodes if node in nodes)
-    return expand(graph, nodes), (*before, *named)
+    return expand_rehearsed(graph, nodes), (*before, *named)
 
 
 def as_variant(outcome: Outcome) -> Outcome:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conjoin.ir import Graph, verify
-from conjoin.rules import Index, Library, Refused, Rule, apply, change_of, find_matches, operators_in, rehearse
+from conjoin.rules import Index, Library, Refused, Rule, apply, find_matches, operators_in, rehearse, replacement_of
 from conjoin.rules.text import parse_rule
 from conjoin.search.rewrites import ways_of
 from tests.rules.left_sides import OVER_EDGES, draw_left_side
@@ -171,7 +171,7 @@ def test_a_false_rule_is_found_out_and_not_passed_by_a_rehearsal(left: str, righ
             except Refused:
                 continue
             counts["differ"] += Plain.of(graph, draw_leaves(graph, seed)).difference(after) > MOST_ROUNDINGS
-            counts["rehearsed"] += bool(rehearse(change_of(match)))
+            counts["rehearsed"] += bool(rehearse(replacement_of(match)))
     assert counts["differ"] and counts["rehearsed"] >= counts["differ"]
 
 
@@ -183,7 +183,7 @@ def test_rules_that_are_right_are_not_dropped(part: int) -> None:
         graph = draw_left_side(rule, part, (torch.float32, torch.bfloat16, torch.float64)[number % 3])
         for match in find_matches(graph, rule, apart=True)[:1] if graph is not None else ():
             try:
-                reason = rehearse(change_of(match))
+                reason = rehearse(replacement_of(match))
             except Refused:
                 continue
             if reason and not _has_roots(rule):

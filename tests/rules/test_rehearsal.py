@@ -6,20 +6,20 @@ import time
 
 import pytest
 
-from conjoin.ir import Value
+from conjoin.ir import Replacement, Value
 from conjoin.rules.graphs.matching import find_matches
-from conjoin.rules.graphs.rehearsal import Change, rehearse
-from conjoin.rules.graphs.rewriting import change_of
+from conjoin.rules.graphs.rehearsal import rehearse
+from conjoin.rules.graphs.rewriting import replacement_of
 from conjoin.rules.text import parse_rule
 from tests.rules.rewrite_cases import graph_of
 
 
-def change(leaves: str, old: str, new: str) -> Change:
+def change(leaves: str, old: str, new: str) -> Replacement:
     """Calls, numbered through, of which the last ones of both halves take each other's places."""
     calls = [*old.strip().splitlines(), *new.strip().splitlines()]
     graph = graph_of("\n".join([leaves, *calls]), f"%{len(calls) - 1}")
     before, after = graph.nodes[: len(old.strip().splitlines())], graph.nodes[len(old.strip().splitlines()) :]
-    return Change(before, after, ((Value(before[-1]), Value(after[-1])),))
+    return Replacement(before, after, ((Value(before[-1]), Value(after[-1])),))
 
 
 WRONG = {
@@ -159,12 +159,12 @@ def test_the_change_of_a_match_is_what_is_rehearsed() -> None:
     graph = graph_of(leaves + "%0: f64[3,5] = linear(input:x, param:a, param:p)\n%1: f64[3,5] = relu(%0)", "%1")
     for right, reason in (("bias[act=relu](linear(x, y), z)", ""), ("bias(linear(x, y), z)", "off")):
         (match,) = find_matches(graph, parse_rule("r", "relu(bias(linear(x, y), z))", right))
-        assert reason in rehearse(change_of(match)) and bool(rehearse(change_of(match))) == bool(reason)
+        assert reason in rehearse(replacement_of(match)) and bool(rehearse(replacement_of(match))) == bool(reason)
 
 
 def test_what_is_replaced_may_be_made_again_by_the_new_calls() -> None:
     calls = "%0: f32[64,32] = t(input:x)\n%1: f32[64,32] = relu(%0)\n%2: f32[32,64] = t(%0)\n%3: f32[64,32] = t(%2)"
     given, read, back, again = graph_of(f"input:x f32[32,64]\n{calls}", "%3").nodes
-    kept = Change((read,), (given, back, again), ((Value(given), Value(again)),))
+    kept = Replacement((read,), (given, back, again), ((Value(given), Value(again)),))
     assert rehearse(kept) == ""
-    assert "result is off" in rehearse(Change((read,), (given, read), ((Value(given), Value(read)),)))
+    assert "result is off" in rehearse(Replacement((read,), (given, read), ((Value(given), Value(read)),)))

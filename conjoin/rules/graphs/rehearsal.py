@@ -14,7 +14,7 @@ make larger ones than the old ones did.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -22,51 +22,85 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conjoin.ir import LeafKind, Node, Value, make_leaf, make_node
-from conjoin.ops import AGGREGATE, execute, map_tensors
+from conjoin.ir import Leaf, LeafKind, Node, Replacement, Value, make_leaf, make_node
+from conjoin.ops import (
+    AGGREGATE,
+    EXPERT_LAYERS,
+    TOKEN_ENTROPY,
+    TOKEN_LIKELIHOOD,
+    TensorType,
+    call_on,
+    execute,
+    map_tensors,
+    output_types,
+    spec_for,
+)
 from conjoin.rules.graphs.small_sizes import Scaling, TooTight
 
 _SIZES = ((2, 3, 5, 7, 4), (5, 2, 4, 3, 7), (3, 4, 2, 5, 6))
 """What free sizes are, rehearsal by rehearsal."""
+_AS_LARGE: tuple[int, ...] = ()
 _MOST_WORK = 1 << 27
 """Products and moves of a rehearsal: a tenth of a second. Only calls that cannot be made small come near it."""
 _MOST_GROWTH = 1.5
 """Of the largest number in half precision. Sums over more or products in another order grow by the smallest size, 2, at
 least; random numbers alone do not grow so much."""
 
-
-@dataclass(frozen=True)
-class Change:
-    """What a rewrite takes away and what it puts there; the calls in an order in which they can be run."""
-
-    old: tuple[Node, ...]
-    new: tuple[Node, ...]
-    outputs: tuple[tuple[Value, Value], ...]
-    """What was there, and what takes its place."""
+_LOSSES_OF_CLASSES = {"cross_entropy_loss": 1, "nll_loss_nd": 1, TOKEN_ENTROPY: -1, TOKEN_LIKELIHOOD: -1}
+"""And along which dim of scores for samples the classes are."""
 
 
-def rehearse(change: Change) -> str:
-    """Why a rewrite is not what it should be; empty where it is.
+def rehearse(rewrite: Replacement) -> str:
+    """Why a rewrite is not what it should be, or cannot be known to be; empty where it is.
 
     >>> from conjoin.ir import parse_graph
     >>> calls = "%0: f32[64,64] = relu(input:x)\\n%1: f32[64,64] = t(input:x)"
     >>> takes, gives = "input:x f32[64,64]\\ntakes [input:x] in null", "returns [%1] in null"
     >>> one, other = parse_graph(f'graph "g" train\\n{takes}\\n{calls}\\n{gives}\\n').nodes
-    >>> rehearse(Change((one,), (one,), ((Value(one), Value(one)),)))
+    >>> rehearse(Replacement((one,), (one,), ((Value(one), Value(one)),)))
     ''
-    >>> "its result is off by" in rehearse(Change((one,), (other,), ((Value(one), Value(other)),)))
+    >>> "its result is off by" in rehearse(Replacement((one,), (other,), ((Value(one), Value(other)),)))
     True
     """
-    return _rehearsed(_plain(change)) if change.outputs else ""
+    return _rehearsed(_plain(rewrite), True, _SIZES)[0] if rewrite.outputs else ""
 
 
-def _plain(change: Change) -> Change:
+def find_fault(rewrite: Replacement, *, as_large: bool = False) -> str:
+    """In what a rewrite was seen to differ, in double precision; empty where it does not, or cannot be run. It is tried
+    at the sizes that it has where it is to be `as_large`, for numbers in it that say how much there is of something."""
+    reason, was_seen = _rehearsed(_plain(rewrite), False, (_AS_LARGE, _AS_LARGE) if as_large else _SIZES)
+    return reason if was_seen else ""
+
+
+def at_small_sizes(node: Node) -> Iterator[Node]:
+    """A call on inputs of each of the sizes that are tried; none where it cannot be so small."""
+    for sizes in _SIZES:
+        scaling = Scaling((node,), ())
+        scaling.settle(sizes)
+        try:
+            (op, args), shapes = scaling.call(node), {value: scaling.shape(value) for value in node.inputs}
+        except TooTight:
+            return
+        read = {value: replace(value.type.laid_out(()), shape=shape) for value, shape in shapes.items()}
+        leaves = {value: _leaf(value, type, str(i)) for i, (value, type) in enumerate(read.items())}
+        args = map_tensors(op, args, leaves.__getitem__)
+        call = call_on(op, args, lambda value: value.type)
+        if (spec := spec_for(call)) is not None:
+            yield make_node(op, args, output_types(spec, call))
+
+
+def _leaf(value: Value, type: TensorType, name: str) -> Value:
+    """An input in place of a value; a buffer, of which nobody asks for a gradient, where it is one."""
+    return Value(make_leaf(LeafKind.BUFFER if _is_buffer(value) else LeafKind.INPUT, name, type))
+
+
+def _plain(rewrite: Replacement) -> Replacement:
     """The same calls on inputs without names: what is alike is rehearsed once."""
     now: dict[Value, Value] = {}
 
     def value(old: Value) -> Value:
         if old not in now:
-            now[old] = Value(make_leaf(LeafKind.INPUT, str(len(now)), old.type.laid_out(())))
+            now[old] = _leaf(old, old.type.laid_out(()), str(len(now)))
         return now[old]
 
     def rebuilt(node: Node) -> Node:
@@ -75,16 +109,16 @@ def _plain(change: Change) -> Change:
         now.update(zip(node.outputs(), made.outputs(), strict=True))
         return made
 
-    old, new = (tuple(dict.fromkeys(map(rebuilt, nodes))) for nodes in (_with_makers(change), change.new))
-    return Change(old, new, tuple((value(one), value(other)) for one, other in change.outputs))
+    old, new = (tuple(dict.fromkeys(map(rebuilt, nodes))) for nodes in (_with_makers(rewrite), rewrite.new))
+    return Replacement(old, new, tuple((value(one), value(other)) for one, other in rewrite.outputs))
 
 
-def _with_makers(change: Change) -> tuple[Node, ...]:
+def _with_makers(rewrite: Replacement) -> tuple[Node, ...]:
     """The old calls, and before them what makes their operands where the new calls make it, too."""
-    old = dict.fromkeys(change.old)
-    wanted = {*(value for node in old for value in node.inputs), *(one for one, _ in change.outputs)}
+    old = dict.fromkeys(rewrite.old)
+    wanted = {*(value for node in old for value in node.inputs), *(one for one, _ in rewrite.outputs)}
     makers: list[Node] = []
-    for node in reversed(change.new):
+    for node in reversed(rewrite.new):
         if node not in old and not wanted.isdisjoint(node.outputs()):
             makers.append(node)
             wanted.update(node.inputs)
@@ -92,17 +126,18 @@ def _with_makers(change: Change) -> tuple[Node, ...]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _rehearsed(change: Change) -> str:
-    for number, sizes in enumerate(_SIZES):
+def _rehearsed(rewrite: Replacement, in_own_dtypes: bool, tried: Sequence[tuple[int, ...]]) -> tuple[str, bool]:
+    """Why not, and whether that was seen: both have been run."""
+    for number, sizes in enumerate(tried):
         try:
-            reason = _Rehearsal(change, number).run(sizes)
+            reason = _Rehearsal(rewrite, number).run(sizes, in_own_dtypes)
         except TooTight:
-            return "it is too large to be rehearsed, and cannot be made smaller"
-        except RuntimeError as error:
-            return f"it does not run: {str(error).splitlines()[0][:100]}"
+            return "it is too large to be rehearsed, and cannot be made smaller", False
+        except (RuntimeError, IndexError) as error:
+            return f"it does not run: {str(error).splitlines()[0][:100]}", False
         if reason:
-            return reason
-    return ""
+            return reason, True
+    return "", True
 
 
 @dataclass(frozen=True)
@@ -116,19 +151,20 @@ class _Results:
 class _Rehearsal:
     """The old and the new calls at some sizes."""
 
-    def __init__(self, change: Change, number: int) -> None:
-        self.old, self.new = (tuple(ends) for ends in zip(*change.outputs, strict=True))
-        self.first, self.nodes = change.old, tuple(dict.fromkeys((*change.old, *change.new)))
+    def __init__(self, rewrite: Replacement, number: int) -> None:
+        self.old, self.new = (tuple(ends) for ends in zip(*rewrite.outputs, strict=True))
+        self.first, self.nodes = rewrite.old, tuple(dict.fromkeys((*rewrite.old, *rewrite.new)))
         made = {value for node in self.nodes for value in node.outputs()}
         read = (*(value for node in self.nodes for value in node.inputs), *self.old, *self.new)
         self.inputs = tuple(dict.fromkeys(value for value in read if value not in made))
         self.is_positive = number == 1
         """Roots and quotients have values then, and no sum cancels."""
         self.generator = torch.Generator().manual_seed(number)
-        self.scaling = Scaling(self.nodes, change.outputs)
+        self.scaling = Scaling(self.nodes, rewrite.outputs)
 
-    def run(self, sizes: Sequence[int]) -> str:
-        """Compare, at sizes as small as these where that goes."""
+    def run(self, sizes: Sequence[int], in_own_dtypes: bool) -> str:
+        """Compare, at sizes as small as these where that goes: in double precision, and in the dtypes that they have.
+        """
         self.scaling.settle(sizes)
         if sum(map(self.scaling.work, self.nodes)) > _MOST_WORK:
             raise TooTight
@@ -137,6 +173,8 @@ class _Rehearsal:
         wide = [tensor.double() if tensor.dtype.is_floating_point else tensor for tensor in tensors]
         exact, near, found = self._three(wide, torch.float64)
         reason = self._judged(exact, (exact, near, found))
+        if not in_own_dtypes:
+            return reason
         grown, halves = found.largest > _MOST_GROWTH * exact.largest, any(t.dtype is torch.float16 for t in tensors)
         if not reason and self.is_positive and grown and halves:
             return f"it makes numbers {found.largest / exact.largest:.2g} times as large, and half precision ends soon"
@@ -159,15 +197,27 @@ class _Rehearsal:
         if dtype.is_floating_point or dtype.is_complex:
             drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
             return (drawn.abs() + 0.25 if self.is_positive else drawn).to(dtype)
-        tables = [node.inputs[0] for node in self.nodes if "embedding" in node.op or node.op == AGGREGATE]
-        made = [Value(node) for node in self.nodes if node.op == AGGREGATE]
-        most = min((self.scaling.shape(table)[0] for table in (*tables, *made)), default=100)
-        return torch.randint(0, most, shape, generator=self.generator).to(dtype)
+        return torch.randint(0, min(self._counts(), default=100), shape, generator=self.generator).to(dtype)
+
+    def _counts(self) -> Iterator[int]:
+        """How much there is of what whole numbers may be indices of: rows, vertices, experts, classes."""
+        for node in self.nodes:
+            if "embedding" in node.op or node.op == AGGREGATE:
+                yield self.scaling.shape(node.inputs[0])[0]
+            if node.op == AGGREGATE:
+                yield self.scaling.shape(Value(node))[0]
+            if node.op in EXPERT_LAYERS:
+                yield self.scaling.shape(node.inputs[1])[0]
+            if node.op in _LOSSES_OF_CLASSES:
+                yield self.scaling.shape(node.inputs[0])[_LOSSES_OF_CLASSES[node.op]]
 
     def _results(
         self, nodes: Sequence[Node], outputs: Sequence[Value], tensors: Sequence[Tensor], dtype: torch.dtype | None
     ) -> _Results:
-        leaves = [tensor.detach().requires_grad_(tensor.dtype.is_floating_point) for tensor in tensors]
+        leaves = [
+            tensor.detach().requires_grad_(tensor.dtype.is_floating_point and not _is_buffer(value))
+            for value, tensor in zip(self.inputs, tensors, strict=True)
+        ]
         values: dict[Value, Tensor] = dict(zip(self.inputs, leaves, strict=True))
         for node in nodes:
             op, args = self.calls[node]
@@ -207,6 +257,11 @@ class _Rehearsal:
         """How many additions there are at most in one element of what a call makes, or of a gradient."""
         tensors = (*node.inputs, *node.outputs())
         return self.scaling.work(node) // max(1, min(prod(self.scaling.shape(value)) for value in tensors))
+
+
+def _is_buffer(value: Value) -> bool:
+    """Whether nobody asks for its gradient."""
+    return isinstance(value.owner, Leaf) and value.owner.kind is LeafKind.BUFFER
 
 
 def _in_dtype(args: Sequence[Any], dtype: torch.dtype | None) -> Iterator[Any]:

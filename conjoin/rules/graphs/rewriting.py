@@ -19,6 +19,7 @@ from conjoin.ir import (
     LayoutError,
     Leaf,
     Node,
+    Replacement,
     Result,
     Source,
     Value,
@@ -32,11 +33,10 @@ from conjoin.ir import (
 from conjoin.ops import map_tensors
 from conjoin.rules.graphs.binding import Refused
 from conjoin.rules.graphs.matching import Match
-from conjoin.rules.graphs.rehearsal import Change
 from conjoin.rules.graphs.right_side import Emitter
 from conjoin.rules.patterns import Input, Rule, inputs_of
 
-__all__ = ["Refused", "apply", "apply_all", "change_of", "kept_values"]
+__all__ = ["Refused", "apply", "apply_all", "kept_values", "replacement_of"]
 
 
 def apply(graph: Graph, rule: Rule, match: Match) -> Graph:
@@ -57,7 +57,7 @@ def apply(graph: Graph, rule: Rule, match: Match) -> Graph:
     return _rebuilt(graph, rule, [_change(rule, match)])
 
 
-def change_of(match: Match) -> Change:
+def replacement_of(match: Match) -> Replacement:
     """What applying a match takes away and puts there; Refused says why it cannot be."""
     change, needed = _change(match.rule, match), dict.fromkeys(match.nodes)
     old: dict[Node, None] = {}
@@ -70,7 +70,7 @@ def change_of(match: Match) -> Change:
 
     for node in needed:
         visit(node)
-    return Change(tuple(old), change.added, tuple(change.replaced.items()))
+    return Replacement(tuple(old), change.added, tuple(change.replaced.items()))
 
 
 def apply_all(graph: Graph, rule: Rule, matches: Iterable[Match]) -> tuple[Graph, tuple[Match, ...]]:

@@ -14,7 +14,7 @@ from math import gcd, prod
 from typing import Any
 
 from conjoin.ir import Node, Value
-from conjoin.ops import AGGREGATE, Args, Factors, NotationError, Spread, Window, space_of
+from conjoin.ops import AGGREGATE, AGGREGATE_ONCE, EXPERT_LAYERS, Args, Factors, NotationError, Spread, Window, space_of
 
 Key = tuple[Value | Node, int | str]
 """A dim of a value, or an index of a call."""
@@ -26,6 +26,8 @@ _RANGES = ("narrow", "slice.Tensor")
 _KEEPING_RATIOS = frozenset({"cat", *_CUTS, *_RANGES})
 """Along their dim sizes are sums of sizes."""
 _VIEWS = ("reshape", "view", "_unsafe_view", "unflatten.int")
+_NORMS = ("layer_norm", "native_layer_norm", "rms_norm")
+"""That say the shape of the dims they go along."""
 _FILLED = ("full", "ones", "zeros")
 _FILLED_LIKE = ("new_full", "new_ones", "new_zeros")
 
@@ -90,6 +92,8 @@ class Scaling:
         for row, access in zip(keys, accesses, strict=True):
             for key, dim in zip(row, access.dims, strict=True):
                 self._say(key, dim, indices)
+        if node.op in EXPERT_LAYERS:  # whose number is an attribute
+            self._kept.add(keys[1][0])
         if node.call["groups"] not in (None, 1):  # of channels: their number is an attribute
             grouped = [product for product in self._products if product[0] in (key for row in keys for key in row)]
             self._kept.update(key for whole, parts in grouped for key in (whole, *parts))
@@ -114,7 +118,11 @@ class Scaling:
             self._products.append((key, tuple(indices[name] for name in dim.names)))
 
     def settle(self, sizes: Sequence[int]) -> None:
-        """Scale what is free to these sizes, one after another; what does not fit stays as it is."""
+        """Scale what is free to these sizes, one after another; what does not fit stays as it is, as all does to none.
+        """
+        if not sizes:
+            self._scales = dict.fromkeys(self._sizes, Fraction(1))
+            return
         kept = {self._find(key) for key in self._kept} | {key for key, found in self._sizes.items() if min(found) <= 1}
         tight = {self._find(key) for whole, parts in self._products for key in (whole, *parts)}
         tight |= {self._find(key) for whole, count, *_ in self._windows for key in (whole, count)}
@@ -191,7 +199,9 @@ class Scaling:
             return op, (made, *args[1:])
         if op in _FILLED_LIKE:
             return op, (args[0], made, *args[2:])
-        if op == AGGREGATE:
+        if op in _NORMS:
+            return op, (args[0], made[-len(args[1]) :], *args[2:])
+        if op in (AGGREGATE, AGGREGATE_ONCE):
             return op, (*args[:4], made[0], *args[5:])
         if op.startswith("eye"):
             return op, (*made[: 1 + (op == "eye.m")], *args[1 + (op == "eye.m") :])

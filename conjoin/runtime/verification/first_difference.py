@@ -63,7 +63,8 @@ def find_first_difference(graph: Graph, plain: PlainModel, batch: Any, freshness
 
 def _made_by_model(own: PlainModel, batch: Any, files: frozenset[str]) -> list[tuple[Line, str, Tensor]]:
     """What a run of the model makes in these files, in its order."""
-    with torch.no_grad(), seeded(own.device), _Followed(files) as followed:
+    followed = _Followed(files)
+    with torch.no_grad(), seeded(own.device), followed:
         own.run(own.model, moved(batch, own.device), own.loss)
     return followed.made
 
