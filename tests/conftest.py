@@ -1,5 +1,6 @@
 """What all tests share: one thread, since small tensors gain nothing from more and test processes share the cores; a
-cache of their own, empty when they begin; and modules that the garbage collector need not look through again and again.
+cache of their own, empty when they begin; modules that the garbage collector need not look through again and again; and
+the same random numbers in every run, whichever tests ran before in a process.
 """
 
 from __future__ import annotations
@@ -7,12 +8,15 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 gc.disable()
 """What is imported and collected stays: it is not looked through while it grows, but once (`pytest_collection_finish`).
@@ -21,6 +25,18 @@ gc.disable()
 os.environ.setdefault("MKL_DISABLE_FAST_MM", "1")
 """Tests fork ranks after threads have multiplied matrices: in a process so forked MKL's own lists of buffers may have
 no end. It reads this when it is first used."""
+
+
+settings.register_profile(
+    "same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(0)
 
 
 def pytest_collection_finish() -> None:

@@ -42,6 +42,8 @@ _SIZES = ((2, 3, 5, 7, 4), (5, 2, 4, 3, 7), (3, 4, 2, 5, 6))
 _AS_LARGE: tuple[int, ...] = ()
 _MOST_WORK = 1 << 27
 """Products and moves of a rehearsal: a tenth of a second. Only calls that cannot be made small come near it."""
+_FIRST_DIGITS = 1e-6
+"""Of what somebody wrote by hand, all are right, or it is another thing; few samples make rounding errors large."""
 _MOST_GROWTH = 1.5
 """Of the largest number in half precision. Sums over more or products in another order grow by the smallest size, 2, at
 least; random numbers alone do not grow so much."""
@@ -172,9 +174,9 @@ class _Rehearsal:
         tensors = [self._draw(value) for value in self.inputs]
         wide = [tensor.double() if tensor.dtype.is_floating_point else tensor for tensor in tensors]
         exact, near, found = self._three(wide, torch.float64)
-        reason = self._judged(exact, (exact, near, found))
         if not in_own_dtypes:
-            return reason
+            return self._judged(exact, (exact, near, found), _FIRST_DIGITS)
+        reason = self._judged(exact, (exact, near, found))
         grown, halves = found.largest > _MOST_GROWTH * exact.largest, any(t.dtype is torch.float16 for t in tensors)
         if not reason and self.is_positive and grown and halves:
             return f"it makes numbers {found.largest / exact.largest:.2g} times as large, and half precision ends soon"
@@ -242,13 +244,14 @@ class _Rehearsal:
         found = torch.autograd.grad(trained, inner, back, allow_unused=True)
         return {id(tensor): gradient for tensor, gradient in zip(inner, found, strict=True)}
 
-    def _judged(self, exact: _Results, runs: tuple[_Results, _Results, _Results]) -> str:
-        """Why the new calls do not give what the old ones do; empty where they do."""
+    def _judged(self, exact: _Results, runs: tuple[_Results, _Results, _Results], unit: float = 0.0) -> str:
+        """Why the new calls do not give what the old ones do, to some part of the largest number; empty where they do.
+        """
         names = [*("result" for _ in self.old), *("gradient" for _ in self.inputs)]
         num_roundings = sum(map(self._num_roundings, self.nodes))
         old, near, new = (run.tensors for run in runs)
         for name, true, a, b, c in zip(names, exact.tensors, old, near, new, strict=True):
-            reason = _compared((true, a, b, c), exact.largest, num_roundings)
+            reason = _compared((true, a, b, c), exact.largest, num_roundings, unit)
             if reason:
                 return f"its {name} {reason}"
         return ""
@@ -284,7 +287,7 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.detach().double().nan_to_num(0, 0, 0).abs().max())
 
 
-def _compared(found: tuple[Tensor | None, ...], largest: float, num_roundings: int) -> str:
+def _compared(found: tuple[Tensor | None, ...], largest: float, num_roundings: int, unit: float) -> str:
     """What is wrong with a new result, of which the old one is known in double precision, as it is and nearly so."""
     true, old, near, new = found
     if old is None and new is None:
@@ -304,5 +307,5 @@ def _compared(found: tuple[Tensor | None, ...], largest: float, num_roundings: i
     if not numbers.any():
         return ""
     off, own, moved = (float((a - b)[numbers].abs().max()) for a, b in ((y, z), (x, z), (x, w)))
-    explained = num_roundings * max(own, moved, torch.finfo(like.dtype).eps * largest)
+    explained = max(unit * largest, num_roundings * max(own, moved, torch.finfo(like.dtype).eps * largest))
     return f"is off by {off:.2g} where rounding explains {explained:.0e}" if off > explained else ""
