@@ -65,7 +65,8 @@ class Inside(Rounded):
     """Moves what a model makes, and what is only moved, and rounds inside of batch norm, which the plain kernel hides.
 
     Statistics over parts of a batch are averages of x and of its square in float64, so a variance is rounded in units
-    of the mean square; and a gradient that is the same for all rows need not be so to the last place.
+    of the mean square; a mean, in units of the root of how many numbers it adds up; and a gradient that is the same for
+    all rows need not be so to the last place.
     """
 
     def __init__(self, seed: int) -> None:
@@ -84,6 +85,9 @@ class Inside(Rounded):
             by, bias = (x.view(-1, *[1] * (out.dim() - 2)) for x in (by, bias))
             out.copy_((out.double() - bias) * by + bias)
             inverse.copy_(inverse.double() * by.flatten())
+            if args[3] is not None:
+                added = args[6] * (args[0].numel() / mean.numel()) ** 0.5 * torch.finfo(torch.float64).eps
+                args[3].add_(added * mean * (torch.rand(mean.shape, generator=self._inside) * 2 - 1))
         return made
 
     def _moved(self, x: Tensor) -> Tensor:
