@@ -393,7 +393,8 @@ def keep_orders(graph: fx.Graph, orders: list[list[Order]], replaced: Collection
     drawing = [node for node in graph.nodes if draws(node)]
     for node, before, after in zip(drawing, orders, drawn_orders(graph, values), strict=True):
         for read, wanted, found in zip(list(node.all_input_nodes), before, after, strict=True):
-            if wanted != found:
+            is_for_all = len(wanted) < len(found)  # as `torch.vmap` draws, from an operand of its own
+            if wanted != found and not is_for_all:
                 with graph.inserting_before(node):
                     node.replace_input_with(read, _laid_out(graph, read, wanted))
 

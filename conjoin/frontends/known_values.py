@@ -54,8 +54,6 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args)
         values = [self.value(tensor) for tensor in _tensors((*args, *kwargs.values()))]
         known = isinstance(func, OpOverload) and (_name(func) in _BY_SHAPE or all(v is not None for v in values))
-        if func is torch.ops.aten._ctc_loss.Tensor:
-            return _likelihoods(*args)
         if func in (*_NUMBERS, _EQUAL) and known:
             with disable_current_modes():
                 return func(*values)
@@ -141,13 +139,6 @@ def _tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
             yield argument
         elif isinstance(argument, list | tuple):
             yield from _tensors(argument)
-
-
-def _likelihoods(scores: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Stand-ins for what a CTC loss is made of. Those of alignments, whose size depends on the longest target, are not
-    seen outside of it."""
-    steps, samples = scores.shape[0], scores.shape[1] if scores.dim() == 3 else 1
-    return scores.new_empty(samples), scores.new_empty(samples, steps, 2 * targets.shape[-1] + 1)
 
 
 def _name(func: OpOverload) -> str:

@@ -37,6 +37,8 @@ from conjoin.frontends.torch_autocast import autocast_as_on_cuda, keep_cuda_auto
 from conjoin.frontends.torch_private import (
     ExportedProgram,
     FollowedCalls,
+    alignments_sized,
+    batched_in_place,
     composites_prepared_once,
     fake_copy,
     is_fake,
@@ -213,6 +215,7 @@ def _ambient_autocast() -> AutocastRegions:
 
 
 @unread_left_out()
+@alignments_sized()
 def export(
     model: nn.Module, batch: Batch, loss: Callable[..., Any] | None, autocast: AutocastRegions | None = None
 ) -> Exported:
@@ -339,7 +342,9 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
     with ExitStack() as watches:
         for traced_otherwise in (loops_of_fixed_shape(step), counted_batches(step), matrices_of_edges()):
             watches.enter_context(traced_otherwise)
-        for watch in (_explained(step, tensors), keep_cuda_autocast(), keep_markers(), user_lines(line)):
+        for watch in (
+            _explained(step, tensors), keep_cuda_autocast(), keep_markers(), batched_in_place(), user_lines(line)
+        ):
             watches.enter_context(watch)
         functions = watches.enter_context(watch_custom_functions())
         segments = watches.enter_context(follow_segments(any(p.requires_grad for p in step.parameters())))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim, maybe_get_level
 from torch._export import utils as export_utils
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._ops import OpOverload
@@ -46,6 +46,8 @@ __all__ = [
     "InputKind",
     "OutputKind",
     "aliases_input",
+    "alignments_sized",
+    "batched_in_place",
     "composites_prepared_once",
     "constant_of",
     "decomposition_of",
@@ -275,6 +277,54 @@ def replaced_checkpoints(run: Callable[..., Any], begin: Callable[..., Iterator[
     finally:
         setattr(torch.utils.checkpoint, name, before)
         del CheckpointFunction.apply
+
+
+@contextmanager
+def batched_in_place() -> Iterator[None]:
+    """Have `torch.vmap` take and give the dims that it goes over where they lie, and move them by calls of their own.
+
+    What is moved in the taking or giving itself is lost to export.
+    """
+    room: Any = importlib.import_module("torch._functorch.vmap")
+    take, give = room._add_batch_dim, room._remove_batch_dim
+
+    def taken(tensor: Tensor, dim: int, level: int) -> Any:
+        return take(tensor.movedim(dim, 0) if dim else tensor, 0, level)
+
+    def given(tensor: Tensor, level: int, size: int, dim: int) -> Any:
+        if not is_batchedtensor(tensor) or maybe_get_level(tensor) != level:
+            return give(tensor, level, size, dim)
+        found = maybe_get_bdim(tensor)
+        made = give(tensor, level, size, found)
+        return made.movedim(found, dim) if found != dim % made.dim() else made
+
+    room._add_batch_dim, room._remove_batch_dim = taken, given
+    try:
+        yield
+    finally:
+        room._add_batch_dim, room._remove_batch_dim = take, give
+
+
+@contextmanager
+def alignments_sized() -> Iterator[None]:
+    """Have stand-ins of a CTC loss made for any lengths: those of alignments, whose size depends on the longest target,
+    are not seen outside of it."""
+    op, rules = torch.ops.aten._ctc_loss.Tensor, fake_impls.op_implementations_dict
+    before = rules.get(op)
+
+    def rule(mode: FakeTensorMode, func: Any, scores: Tensor, targets: Tensor, *_: Any, **__: Any) -> Any:
+        steps, samples = scores.shape[0], scores.shape[1] if scores.dim() == 3 else 1
+        with mode:
+            return scores.new_empty(samples), scores.new_empty(samples, steps, 2 * targets.shape[-1] + 1)
+
+    rules[op] = rule
+    try:
+        yield
+    finally:
+        if before is None:
+            del rules[op]
+        else:
+            rules[op] = before
 
 
 def settle_autograd() -> None:

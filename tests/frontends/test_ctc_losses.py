@@ -51,3 +51,17 @@ def test_a_loss_over_alignments_trains_as_on_one_device(name: str) -> None:
     split = [node for node in plan.graph.nodes if node.op == "ctc_loss.Tensor" and node.inputs[0].type.layout]
     assert bool(split) == (len(shape) == 2)
     assert verify_in_process(Case(plan, graph, model, batch, PlainModel(model, None, run_plainly)), 2).passed
+
+
+class Dropping(Recogniser):
+    """After a write, what numbers are drawn for is followed to the loss a second time."""
+
+    def forward(self, x: Tensor, targets: Tensor, num_targets: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(x.sin().mul_(2), 0.3)
+        return super().forward(hidden, targets, num_targets)
+
+
+def test_a_loss_over_alignments_is_captured_behind_a_write_and_a_draw() -> None:
+    model = Dropping(nn.CTCLoss(), lambda x: torch.full((SAMPLES,), STEPS))
+    graph = capture(model, (torch.randn(SAMPLES, STEPS, 6), torch.ones(SAMPLES, 3).long(), torch.ones(SAMPLES).long()))
+    assert "ctc_loss.Tensor" in [node.op for node in graph.nodes]

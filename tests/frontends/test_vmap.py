@@ -19,7 +19,19 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "numbers": lambda x: torch.vmap(lambda number: number.softmax(-1) * 0.25 + number)(x[0]),
     "in chunks": torch.vmap(lambda row: row.cumsum(0), chunk_size=2),
     "a view of a row": torch.vmap(lambda row: row.flip(0)[1:].exp()),
+    "columns": torch.vmap(lambda column: column.cumsum(0), in_dims=1, out_dims=1),
+    "rows become columns": torch.vmap(lambda row: row.exp(), out_dims=-1),
+    "columns in chunks": torch.vmap(lambda column: column.exp(), in_dims=1, chunk_size=2),
+    "pairs, the other way round": lambda x: torch.vmap(torch.vmap(torch.dot, (None, 0)), (0, None), 1)(x, x.exp()),
+    "the same for all": lambda x: torch.vmap(lambda row: x[0].exp())(x),
+    "what each drops": lambda x: torch.vmap(_drop, in_dims=1, out_dims=1, randomness="different")(x),
+    "what all drop": lambda x: torch.vmap(_drop, randomness="same")(x),
+    "what each draws": lambda x: torch.vmap(lambda row: row + torch.randn_like(row), randomness="different")(x),
 }
+
+
+def _drop(row: Tensor) -> Tensor:
+    return nn.functional.dropout(row, 0.3)
 
 
 class Batched(nn.Module):
@@ -53,7 +65,10 @@ def judge(model: nn.Module) -> None:
     planned = to_module(capture(model, torch.randn(3, 4, dtype=torch.float64)), model)
     x = torch.randn(3, 4, dtype=torch.float64)
     parameters = [p for p in model.parameters() if not p.is_meta]
-    losses = [module(x) for module in (planned, model)]
+    losses = []
+    for module in (planned, model):
+        torch.manual_seed(5)
+        losses.append(module(x))
     gradients = [torch.autograd.grad(loss, parameters) for loss in losses]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-14)
