@@ -81,6 +81,10 @@ class Cells:
     depth: Numbers
     """How often it was passed on before."""
 
+    def chosen(self, which: NDArray[np.int64] | NDArray[np.bool_]) -> Cells:
+        """Some of them."""
+        return Cells(*(getattr(self, name)[which] for name in Cells.__dataclass_fields__))
+
 
 @dataclass(frozen=True)
 class TransferPlan:
@@ -167,7 +171,7 @@ def _whole(table: list[list[int]], regions: dict[int, Region]) -> Iterator[Messa
 def _of_device(cells: Cells, device: int | None) -> Cells:
     if device is None:
         return cells
-    return _chosen(cells, (cells.sender == device) | (cells.receiver == device))
+    return cells.chosen((cells.sender == device) | (cells.receiver == device))
 
 
 def _by_round(cells: Cells, per_frame: int) -> list[list[list[int]]]:
@@ -250,7 +254,7 @@ def _parts(have: Pieces, want: Pieces, slices: Slices) -> tuple[_Parts, Cells]:
     tables = []
     for chain, rows in zip(missing, _members(group_of[number], len(missing)), strict=True):
         if len(chain) and len(rows):
-            tables += _chained(rows, sender[rows], chain)
+            tables += _chained(rows, sender[rows], size[rows], chain)
     empty = np.zeros((4, 0), dtype=np.int64)
     row, from_host, to_host, depth = np.concatenate([empty, *tables], axis=1)
     source, target = slices.source[number[row]], slices.target[number[row]]
@@ -288,7 +292,7 @@ def _dealt(
         ends = np.cumsum(slices.sizes[mine])
         begins = ends - slices.sizes[mine]
         borders = np.cumsum(list(share.values()))
-        marks = np.unique(np.concatenate([begins, borders[:-1]]))
+        marks = _merged(begins, borders[:-1])
         place = np.searchsorted(ends, marks, side="right")
         numbers.append(mine[place])
         offsets.append(marks - begins[place])
@@ -299,11 +303,22 @@ def _dealt(
     return joined[0], joined[1], joined[2], joined[3]
 
 
-def _chained(rows: Numbers, sender: Numbers, chain: Numbers) -> list[Numbers]:
-    """Edges from the sender along the hosts that want it, beginning with another one each time."""
+def _merged(one: Numbers, other: Numbers) -> Numbers:
+    """Two ascending rows as one, without repetition."""
+    both = np.sort(np.concatenate([one, other]), kind="stable")
+    found: Numbers = both[np.append(True, both[1:] != both[:-1])]
+    return found
+
+
+def _chained(rows: Numbers, sender: Numbers, sizes: Numbers, chain: Numbers) -> list[Numbers]:
+    """Edges from the sender along the hosts that want it, beginning with each for as much as with any other.
+
+    What one sender gives begins with few hosts, so that hosts meet in few rounds.
+    """
+    first = (np.cumsum(sizes) - sizes) * len(chain) // max(int(sizes.sum()), 1)
     tables, before = [], sender
     for depth in range(len(chain)):
-        host = chain[(rows + depth) % len(chain)]
+        host = chain[(first + depth) % len(chain)]
         tables.append(np.stack([rows, before, host, np.full(len(rows), depth)]))
         before = host
     return tables
@@ -314,23 +329,18 @@ def _in_rounds(parts: _Parts, sizes: Numbers) -> Cells:
     found = decompose(sizes)
     pair = parts.sender_host * len(sizes) + parts.receiver_host
     order = np.argsort(pair, kind="stable")
-    cells = _chosen(parts.cells, order)
+    cells = parts.cells.chosen(order)
     ends = np.cumsum(cells.size)
     begins = ends - cells.size
     in_line = np.lexsort((found.rounds, found.senders * len(sizes) + found.receivers))
     round_ends = np.cumsum(found.amounts[in_line])
-    marks = np.union1d(begins, np.concatenate([[0], round_ends])[:-1]) if len(begins) else begins
+    marks = _merged(begins, np.concatenate([[0], round_ends])[:-1]) if len(begins) else begins
     cell = np.searchsorted(ends, marks, side="right")
     turn = found.rounds[in_line][np.searchsorted(round_ends, marks, side="right")] if len(marks) else marks
     lengths = np.diff(np.append(marks, ends[-1:]))
-    cut = _chosen(cells, cell)
+    cut = cells.chosen(cell)
     x = marks - begins[cell]
     return Cells(turn, cut.sender, cut.receiver, cut.slice, cut.offset, cut.size, x, x + lengths, cut.depth)
-
-
-def _chosen(cells: Cells, which: NDArray[np.int64] | NDArray[np.bool_]) -> Cells:
-    columns = [getattr(cells, name) for name in Cells.__dataclass_fields__]
-    return Cells(*(column[which] for column in columns))
 
 
 def _spread(want: Pieces, slices: Slices, cells: Cells, parts: _Parts) -> Cells:
@@ -345,7 +355,7 @@ def _spread(want: Pieces, slices: Slices, cells: Cells, parts: _Parts) -> Cells:
     device = want.devices[first[row] + turn]
     other = device != cells.receiver[row]
     row, device = row[other], device[other]
-    copied = _chosen(cells, row)
+    copied = cells.chosen(row)
     last = np.full(len(row), int(cells.round.max(initial=-1)) + 1)
     return Cells(
         last, copied.receiver, device, copied.slice, copied.offset, copied.size, copied.x, copied.y, copied.depth

@@ -116,61 +116,6 @@ def point_to_point_seconds(machine: Machine, sender_rank: int, receiver_rank: in
     return Seconds(latency + num_bytes / min(map(rate_between(machine.device), route)), Source.ESTIMATED)
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
-    """The links on the way of a message, each with its bytes a second, and how long a message takes without them.
-
-    Links that hold nobody else up are named for both ends, so that others do not seem to share them."""
-
-    links: tuple[tuple[object, float], ...]
-    latency: float
-
-
-def links_between(machine: Machine, sender: int, receiver: int) -> Links:
-    """What a message goes over from one rank to another."""
-    rate, route = rate_between(machine.device), machine.topology.path(sender, receiver)
-    links = tuple((link.wire if link.shared else (link.wire, sender, receiver), rate(link)) for link in route)
-    return Links(links, SOFTWARE_SECONDS[machine.device] + sum(link.latency for link in route))
-
-
-def messages_seconds(machine: Machine, messages: Sequence[tuple[int, int, int]]) -> Seconds:
-    """How long messages take that start together, each by its sender, its receiver and its bytes: as the busiest link.
-
-    >>> machine = Machine.preset("piz-daint", nodes=3)
-    >>> one, two = [(0, 1, 8_500_000)], [(0, 1, 8_500_000), (0, 2, 8_500_000)]
-    >>> round(messages_seconds(machine, two).value / messages_seconds(machine, one).value, 2)
-    1.99
-    """
-    rate, loads, latency = rate_between(machine.device), dict[object, float](), 0.0
-    for sender, receiver, num_bytes in messages:
-        route = machine.topology.path(sender, receiver)
-        latency = max(latency, sum(link.latency for link in route))
-        for link in route:
-            key = link.wire if link.shared else (link.wire, sender, receiver)
-            loads[key] = loads.get(key, 0.0) + num_bytes / rate(link)
-    if not loads:
-        return NO_SECONDS
-    return Seconds(SOFTWARE_SECONDS[machine.device] + latency + max(loads.values()), Source.ESTIMATED)
-
-
-def wire_seconds(machine: Machine, messages: Sequence[tuple[int, int, int]]) -> dict[str, float]:
-    """For how long messages take up each wire that others have to wait for, in the order in which they come to it.
-
-    >>> machine = Machine.preset("piz-daint", nodes=3)
-    >>> list(wire_seconds(machine, [(0, 1, 8_500_000)])) == [link.wire for link in machine.topology.path(0, 1)]
-    True
-    """
-    rate, found = rate_between(machine.device), dict[tuple[int, str], float]()
-    for sender, receiver, num_bytes in messages:
-        for place, link in enumerate(machine.topology.path(sender, receiver)):
-            if link.shared:
-                found[place, link.wire] = found.get((place, link.wire), 0.0) + num_bytes / rate(link)
-    totals: dict[str, float] = {}
-    for (_, wire), seconds in sorted(found.items()):
-        totals[wire] = totals.get(wire, 0.0) + seconds
-    return totals
-
-
 def collective_lines(machine: Machine, kind: str, axes: tuple[str, ...]) -> tuple[Line, ...]:
     """Every way that is considered to carry a collective out, from the links; none for a group of one.
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from conjoin.comm import InRounds, plan_crossing, stage_grid
-from conjoin.cost import messages_seconds, wire_seconds
+from conjoin.comm import InRounds, Streams, plan_crossing, stage_grid, streams_of
 from conjoin.ir import Pipeline, Transfer
 from conjoin.machine import Machine
 from conjoin.schedules import Edge, SharedLinks
-from conjoin.sim.message_times import Posted, arrival_seconds
+from conjoin.sim.message_times import arrival_seconds
+from conjoin.sim.pair_classes import Pairs
 
-Sent = tuple[int, int, int]
-"""Sender, receiver and bytes."""
 _Way = tuple[int, int]
-Crossing = tuple[_Way, Sequence[Sent], Sequence[Posted]]
-"""From a stage to another: what is sent at once where that is all, else all messages in rounds."""
+Crossing = tuple[_Way, Streams]
+"""From a stage to another, and what is sent."""
 
 
 class Crossings:
@@ -31,10 +29,10 @@ class Crossings:
     ) -> None:
         seconds: dict[_Way, float] = defaultdict(float)
         wires: dict[_Way, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for way, at_once, in_rounds in sent:
-            seconds[way] += _seconds(at_once, in_rounds, machine)
-            messages = (*at_once, *((m.sender, m.receiver, m.num_bytes) for m in in_rounds))
-            for wire, taken in wire_seconds(machine, messages).items():
+        for way, streams in sent:
+            pairs = Pairs.of(streams, machine)
+            seconds[way] += arrival_seconds(pairs)
+            for wire, taken in pairs.links.wire_seconds(pairs.num_bytes).items():
                 wires[way][wire] += taken
         users: dict[str, set[_Way]] = defaultdict(set)
         for (source, target), taken_by in wires.items():
@@ -59,42 +57,30 @@ def _all_sent(pipeline: Pipeline) -> Iterator[Crossing]:
     for transfer in pipeline.transfers():
         for back in (False, True) if transfer.has_gradient else (False,):
             way = (transfer.target, transfer.source) if back else (transfer.source, transfer.target)
-            yield way, *_messages(pipeline, transfer, back)
+            yield way, _streams(pipeline, transfer, back)
 
 
 def transfer_seconds(pipeline: Pipeline, transfer: Transfer, machine: Machine) -> float:
     """How long a tensor takes from the ranks of one stage to those of another: as long as the busiest link, and longer
     where some of it is passed on."""
-    return _seconds(*_messages(pipeline, transfer, back=False), machine)
+    return streams_seconds(_streams(pipeline, transfer, back=False), machine)
 
 
 def crossing_seconds(plan: InRounds, itemsize: int, machine: Machine) -> float:
     """How long a transfer takes in rounds of messages that somebody has planned."""
-    return _seconds(*_sent(plan, itemsize), machine)
+    return streams_seconds(streams_of(plan, itemsize), machine)
 
 
-def _seconds(at_once: Sequence[Sent], in_rounds: Sequence[Posted], machine: Machine) -> float:
-    return arrival_seconds(in_rounds, machine) if in_rounds else messages_seconds(machine, at_once).value
+def streams_seconds(streams: Streams, machine: Machine) -> float:
+    """How long some messages take."""
+    return arrival_seconds(Pairs.of(streams, machine))
 
 
-def _messages(pipeline: Pipeline, transfer: Transfer, back: bool) -> tuple[Sequence[Sent], Sequence[Posted]]:
+def _streams(pipeline: Pipeline, transfer: Transfer, back: bool) -> Streams:
     """What is sent between the ranks of two stages; back, they change places."""
     ends = [
         (transfer.made.layout, stage_grid(pipeline, transfer.source)),
         (transfer.taken.layout, stage_grid(pipeline, transfer.target)),
     ]
     plan = plan_crossing(transfer.made.laid_out(()), *(reversed(ends) if back else ends))
-    return _sent(plan, transfer.made.dtype.itemsize)
-
-
-def _sent(plan: InRounds, itemsize: int) -> tuple[Sequence[Sent], Sequence[Posted]]:
-    """What is sent at once where that is all, else all messages in rounds; not what a rank keeps."""
-    found = [
-        Posted(message.sender, message.receiver, (message.end - message.begin) * itemsize, number, message.after)
-        for number, messages in enumerate(plan.rounds())
-        for message in messages
-        if message.sender != message.receiver
-    ]
-    if any(message.after >= 0 for message in found):
-        return (), found
-    return [(message.sender, message.receiver, message.num_bytes) for message in found], ()
+    return streams_of(plan, transfer.made.dtype.itemsize)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
+from conjoin.comm import Streams
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError
 from conjoin.ir import (
@@ -156,8 +157,8 @@ def crossings_of(cut: Cutting, sent: Sequence[float], granule: int, machine: Mac
     for i, (slot, num_bytes) in enumerate(zip(cut.slots[1:], sent, strict=True)):
         begin, each = slot.granules[0] * granule, -(-int(num_bytes) // granule)
         ranks = range(begin, begin + granule) if each else ()
-        found.append(((i, i + 1), [(rank - granule, rank, each) for rank in ranks], ()))
-        found.append(((i + 1, i), [(rank, rank - granule, each) for rank in ranks], ()))
+        found.append(((i, i + 1), Streams.at_once((rank - granule, rank, each) for rank in ranks)))
+        found.append(((i + 1, i), Streams.at_once((rank, rank - granule, each) for rank in ranks)))
     return Crossings(chain(len(cut.slots)), range(len(cut.slots)), found, machine)
 
 

@@ -16,7 +16,7 @@ from math import inf
 
 import numpy as np
 
-from conjoin.cost import messages_seconds
+from conjoin.comm import Streams
 from conjoin.errors import StrategyError
 from conjoin.ir import Accumulation, Graph, LeafKind, cut_in_micro_batches
 from conjoin.machine import DeviceType, Machine
@@ -29,7 +29,7 @@ from conjoin.search.stages.plans import Judged, Model, build, checked, crossings
 from conjoin.search.stages.programme import Cutting, Programme, Slot
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK, StageTables
 from conjoin.search.stages.ways import RECOMPUTE, Solver, Way, ways_on
-from conjoin.sim import Crossings
+from conjoin.sim import Crossings, streams_seconds
 
 MAX_STAGES = 64
 _SPACING = 1.4
@@ -353,8 +353,8 @@ class StageSearch:
         for num_bytes in map(float, crossing):
             if num_bytes not in found:
                 each = -(-int(num_bytes) // granule)
-                sent = [(rank, rank + granule, each) for rank in range(granule)]
-                found[num_bytes] = 2 * messages_seconds(self.model.machine, sent).value
+                sent = Streams.at_once((rank, rank + granule, each) for rank in range(granule))
+                found[num_bytes] = 2 * streams_seconds(sent, self.model.machine)
         return np.array([found[float(num_bytes)] for num_bytes in crossing])
 
     def _crossings(self, trial: Trial, cutting: Cutting) -> Crossings:
