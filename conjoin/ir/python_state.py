@@ -35,10 +35,7 @@ def generator_states() -> Mapping[str, Any]:
     """Where the generators stand that everybody shares and a graph knows nothing of."""
     numpy = sys.modules.get("numpy")
     found: dict[str, Any] = {"random (Python's generator)": random.getstate()}
-    if numpy:
-        name, key, *rest = numpy.random.get_state()
-        found["numpy.random (NumPy's generator)"] = (name, key.tobytes(), *rest)
-    return found
+    return found | ({"numpy.random (NumPy's generator)": _flat(numpy.random.get_state(legacy=False))} if numpy else {})
 
 
 def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
@@ -59,7 +56,14 @@ def _shown(value: Any) -> Any:
     if isinstance(value, random.Random):
         return value.getstate()
     bits = getattr(value, "bit_generator", None)  # of NumPy's generators
-    return None if bits is None else repr(bits.state)
+    return None if bits is None else _flat(bits.state)
+
+
+def _flat(state: Any) -> Any:
+    """Where one of NumPy's generators stands, its hundreds of numbers as bytes: they are compared, and read by nobody."""
+    if isinstance(state, Mapping):
+        return tuple((name, _flat(part)) for name, part in state.items())
+    return state if isinstance(state, PLAIN) else state.tobytes()
 
 
 def _word(item: Any) -> Any:
