@@ -24,8 +24,9 @@ from conjoin.search.rewrites import gaining
 from conjoin.search.stage_cuts import node_seconds
 from conjoin.search.stages.cells import Cells, find_cells
 from conjoin.search.stages.folds import Fold, shorten, stands_for
+from conjoin.search.stages.least import least_seconds
 from conjoin.search.stages.parts import Division, Part, divisions
-from conjoin.search.stages.plans import Judged, Model, build, checked, crossings_of, judge, least_seconds, played
+from conjoin.search.stages.plans import Judged, Model, build, checked, crossings_of, judge, least_of_cutting, played
 from conjoin.search.stages.programme import Cutting, Programme, Slot
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK, StageTables
 from conjoin.search.stages.ways import RECOMPUTE, Solver, Way, ways_on
@@ -101,6 +102,14 @@ class StageSearch:
     """By number of micro-batches, the whole model."""
     _rules: dict[Part, tuple[str, ...]] = field(default_factory=dict)
     """Substitutions for stages on parts, by name."""
+    least: dict[tuple[int, bool, int], float] = field(default_factory=dict)
+    """By devices of a granule, whether all stages have one, and micro-batches: what no pipeline takes less than, of
+    those that were looked at."""
+    ideal: float = 0.0
+    """What is computed, dealt out to all devices such that all are done together."""
+    num_trials: int = 0
+    _too_high: float = 1.0
+    """What of their figures by the tables stages took at least that were built."""
     _gains: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
     """Those by which the cells that come most often gain on one device, after others."""
 
@@ -112,6 +121,7 @@ class StageSearch:
         """Look for pipelines as long as there is time; the best is kept. Whether it came to its end."""
         self._short = self._shorten()
         trials = list(self._trials())
+        self.num_trials = len(trials)
         try:
             self._go_through(trial for trial in trials if trial.division.is_even)
             self._go_through(trial for trial in trials if not trial.division.is_even)
@@ -184,7 +194,7 @@ class StageSearch:
 
     def _trials(self) -> Iterator[Trial]:
         """All that could be tried; a step takes at least what is computed, dealt out, and the bubble."""
-        ideal = self._ideal()
+        self.ideal = ideal = self._ideal()
         for division in divisions(self.model.machine, MAX_STAGES if self.stages is None else self.stages):
             self._machines = division.machines
             stages = division.count if division.is_even else 2
@@ -200,6 +210,20 @@ class StageSearch:
             alone[device] = float(node_seconds(self.model.captured, self.model.costs, device).sum())
         rates = [1 / max(alone[machine.device_type(rank)], 1e-30) for rank in range(machine.num_devices)]
         return 1 / sum(rates)
+
+    @property
+    def least_seconds(self) -> float:
+        """What no pipeline takes less than of those that were looked at: tables tell longer rows of equal cells from
+        shorter ones, and may be too high by as much as they were for the stages that were built."""
+        return self._too_high * min(self.least.values(), default=0.0)
+
+    def _compare(self, cutting: Cutting, judged: Judged) -> None:
+        micro = judged.pipeline.num_micro_batches
+        for slot, stage in zip(cutting.slots, judged.prediction.stages, strict=True):
+            if slot.way.blocks is None:
+                taken = micro * (stage.forward + stage.backward) + stage.finish + stage.start
+                told = micro * (slot.figures[FORWARD] + slot.figures[BACKWARD]) + slot.figures[FINISH]
+                self._too_high = min(self._too_high, taken / told if told else 1.0)
 
     def _solve(self, trial: Trial) -> Sequence[Cutting]:
         """The best cuttings of a trial for every number of stages."""
@@ -230,7 +254,7 @@ class StageSearch:
         if min((cutting.seconds for cutting in free), default=inf) < limit:
             return True
         few = (cutting for cutting in free if len(cutting.slots) * trial.micro <= _ROWS)
-        tried = [cutting for cutting in few if least_seconds(cutting, trial.micro) < limit][:_BUILT]
+        tried = [cutting for cutting in few if least_of_cutting(cutting, trial.micro) < limit][:_BUILT]
         return any(played(one, trial.micro, inf, self._crossings(trial, one), limit) < limit for one in tried)
 
     def _better(self, tables: StageTables, part: Part, plain: Sequence[Way]) -> list[Way]:
@@ -306,6 +330,9 @@ class StageSearch:
         filled = {part: tables.fill(part, some, longest) for part, some in ways.items()}
         sent = self._sent(tables.crossing, division.granule)
         most = min(division.count, count, MAX_STAGES)
+        wanted = range(2, most + 1) if self.stages is None else [self.stages]
+        told = division.granule, division.is_even, trial.micro
+        self.least[told] = least_seconds(division, filled, ways, trial.micro, self.model.capacity, wanted)
         programme = Programme(division, filled, ways, sent, trial.micro, capacity, most)
         return [cutting for cutting in programme.solve(self.stages) if len(cutting.slots) > 1]
 
@@ -383,6 +410,7 @@ class StageSearch:
             except StrategyError:
                 return
             self.num_judged += 1
+            self._compare(cutting, judged)
             if judged.fits or all(slot.way.blocks is None for slot in cutting.slots):
                 break
             cutting = replace(cutting, slots=tuple(_with_more_blocks(slot) for slot in cutting.slots))
