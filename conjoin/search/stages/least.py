@@ -4,14 +4,16 @@ A stage that begins with cell i runs m micro-batches, once the first of them wen
 is then done with the end of the step. With f(i) for the least seconds in which the cells before i go forward, however
 they are cut, and b(i) the same backward,
 
-    step  >=  max over stages of  f(i) + m · (forward + backward) + end                                          `apart`
+    step  >=  max over stages of  f(i) + m · (forward + backward) + end + idle                                   `apart`
     step  >=  max over stages of  f(i) + m · (forward + backward) + max(end, b(i))                            `together`
 
 Where gradients of inputs and weights are made apart, weight gradients can stand where stages would wait for what comes
-back. Then nothing is run again, and every one of s stages holds min(s, m) micro-batches, which must fit
-(`schedules/greedy.py`). By all other schedules the last row of a stage makes both gradients, and the stages before it
-wait for it; there memory is not counted, since a stage may run more again. The least over all cuttings is filled in
-from the last stage (`_over_cuttings`).
+back. Then nothing is run again, and every one of s stages holds k = min(s, m) micro-batches, which must fit
+(`schedules/greedy.py`), and no more: a stage that ends with cell j runs k - 1 others forward until the first comes back
+from the cells behind, where it goes forward and its gradient back, and is idle for the rest of that. By all other
+schedules the last row of a stage makes both gradients, and the stages before it wait for it; there memory is not
+counted, since a stage may run more again. The least over all cuttings is filled in from the last stage
+(`_over_cuttings`).
 """
 
 from __future__ import annotations
@@ -38,13 +40,18 @@ def least_seconds(
     stages: Sequence[int],
 ) -> float:
     """What no pipeline with some number of stages takes less than: tables are [begin, end, way, figure]."""
-    forward, backward = (_before(tables, figure)[:, None] for figure in (FORWARD, BACKWARD))
+    rows = [table.min(2) for table in tables.values()]
+    least = np.minimum.reduce([row[..., [FORWARD, BACKWARD]] for row in rows])
+    forward, backward = _before(least[..., 0])[:, None], _before(least[..., 1])[:, None]
+    there_and_back = least[..., 0] + least[..., 1] / 2
+    behind = _before(there_and_back[::-1, ::-1].T)[::-1][None, :, None]
 
     def apart(part: Part, count: int) -> np.ndarray:
-        table = tables[part][:, :, [not way.recompute for way in ways[part]]]
+        table, held = tables[part][:, :, [not way.recompute for way in ways[part]]], min(count, micro)
         with np.errstate(invalid="ignore"):
-            fits = table[..., PEAK] + (min(count, micro) - 1) * table[..., KEPT] <= capacity
-        return forward + np.where(fits, _spent(table, micro) + table[..., FINISH], inf).min(2, initial=inf)
+            fits = np.isfinite(table[..., FORWARD]) & (table[..., PEAK] + (held - 1) * table[..., KEPT] <= capacity)
+            idle = np.maximum(behind - (held - 1) * table[..., FORWARD], 0.0)
+        return forward + np.where(fits, _spent(table, micro) + table[..., FINISH] + idle, inf).min(2, initial=inf)
 
     def together(part: Part, count: int) -> np.ndarray:
         spent = _spent(tables[part], micro)
@@ -62,9 +69,8 @@ def _spent(table: np.ndarray, micro: int) -> np.ndarray:
     return found
 
 
-def _before(tables: Mapping[Part, np.ndarray], figure: int) -> np.ndarray:
-    """By cell, the least sum of a figure over stages that have all cells before it."""
-    rows = np.minimum.reduce([table[..., figure].min(2) for table in tables.values()])
+def _before(rows: np.ndarray) -> np.ndarray:
+    """By cell, the least sum of some numbers [begin, end] over rows that make up all cells before it."""
     found = np.full(len(rows), inf)
     found[0] = 0.0
     for end in range(1, len(rows)):

@@ -42,6 +42,8 @@ _PLAYED = 12
 """Cuttings of a trial that are played by their figures, with all schedules."""
 _NEAR = 1.05
 """How far above the best a cutting may be by the formula to be built: so far is the timeline from it."""
+_SOON = 1.01
+"""How much faster than the best a cutting has to be by its figures to be built before others are looked for."""
 _ROUGH = 1.1
 """How far above what it takes at best a trial can be told to be by two cells in a row: schedules with less of a bubble
 than 1F1B, and cells that take less where they are more."""
@@ -149,7 +151,7 @@ class StageSearch:
                 if seconds < limit:
                     cuttings.append((seconds, trial, cutting))
                     cuttings.sort(key=lambda found: found[0])
-            if cuttings and (self.best is None or cuttings[0][0] * _NEAR < self._limit()):  # time may be over soon
+            if cuttings and (self.best is None or cuttings[0][0] * _SOON < self._limit()):  # time may be over soon
                 self._judge(*cuttings.pop(0)[1:])
         for seconds, trial, cutting in cuttings[:_BUILT]:
             if seconds < _NEAR * self._limit():
@@ -240,6 +242,9 @@ class StageSearch:
             free = self._cuttings(trial, tables, plain, inf)
         least = min((cutting.seconds for cutting in free), default=inf)
         fitting = self._cuttings(trial, tables, plain, self.model.capacity)
+        if trial.division.is_even:  # a schedule with less of a bubble holds more
+            held = self._cuttings(trial, tables, plain, self.model.capacity, trial.division.count)
+            fitting = sorted({*fitting, *held}, key=lambda cutting: cutting.seconds)
         if free and min((cutting.seconds for cutting in fitting), default=inf) <= _BINDS * least:
             return fitting
         every = {part: list(ways_on(trial.division.machines[part])) for part in parts}
@@ -320,9 +325,14 @@ class StageSearch:
         return kept
 
     def _cuttings(
-        self, trial: Trial, tables: StageTables, ways: dict[Part, list[Way]], capacity: float
+        self,
+        trial: Trial,
+        tables: StageTables,
+        ways: dict[Part, list[Way]],
+        capacity: float,
+        in_flight: int | None = None,
     ) -> Sequence[Cutting]:
-        """What the programme finds with some ways."""
+        """What the programme finds with some ways; perhaps where all stages hold so many micro-batches."""
         if not all(ways.values()):
             return ()
         count, division = len(tables), trial.division
@@ -333,7 +343,7 @@ class StageSearch:
         wanted = range(2, most + 1) if self.stages is None else [self.stages]
         told = division.granule, division.is_even, trial.micro
         self.least[told] = least_seconds(division, filled, ways, trial.micro, self.model.capacity, wanted)
-        programme = Programme(division, filled, ways, sent, trial.micro, capacity, most)
+        programme = Programme(division, filled, ways, sent, trial.micro, capacity, most, in_flight)
         return [cutting for cutting in programme.solve(self.stages) if len(cutting.slots) > 1]
 
     def _tables_for(self, micro: int) -> StageTables | None:
