@@ -104,6 +104,8 @@ class Row:
     """In the plan that was found, each once."""
     stopped: str = ""
     num_plans: int = 0
+    bound: float | None = None
+    """Seconds that no plan of those that the certificate is about takes less than; None where it tells none."""
     peak_bytes: int = 0
     """Of a device."""
     capture_cpu_seconds: float = 0.0
@@ -156,6 +158,7 @@ def search(case: Case, budget: float) -> Row:
         substitutions=_substitutions(found.plan),
         stopped=found.stopped.value,
         num_plans=found.num_plans,
+        bound=(found.certificate.least_step or None) if found.certificate is not None else None,
         peak_bytes=found.peak_bytes,
         capture_cpu_seconds=round(captured_at - started, 3),
         search_seconds=round(found.search_seconds, 3),
@@ -272,7 +275,7 @@ def _case_of(row: Mapping[str, object]) -> tuple[object, ...]:
 
 HEADER = (
     f"{'model':<17} {'machine':<16} {'batch':>6} {'best named':>22} {'named ms':>9} {'dp ms':>9} {'joint ms':>9} "
-    f"{'speedup':>7} {'paper':>12} {'dp waits':>8} {'cpu s':>6} {'wall s':>6} {'plans':>5} stopped"
+    f"{'gap':>6} {'speedup':>7} {'paper':>12} {'dp waits':>8} {'cpu s':>6} {'wall s':>6} {'plans':>5} stopped"
 )
 
 
@@ -285,7 +288,7 @@ def line(row: Row) -> str:
     speedup = "-" if row.speedup is None else f"{row.speedup:.3f}"
     return (
         f"{start} {named:>22} {_shown(row.best_named):>9} {_shown(row.data_parallel):>9} {row.seconds * 1e3:>9.4g} "
-        f"{speedup:>7} {row.paper:>12} {_waits(row.data_parallel):>8} {row.search_cpu_seconds:>6.1f} "
+        f"{_gap(row):>6} {speedup:>7} {row.paper:>12} {_waits(row.data_parallel):>8} {row.search_cpu_seconds:>6.1f} "
         f"{row.search_seconds:>6.1f} {row.num_plans:>5} {row.stopped}"
     )
 
@@ -293,6 +296,11 @@ def line(row: Row) -> str:
 def _shown(named: Named | None) -> str:
     """Milliseconds; with a mark where the memory does not suffice."""
     return "-" if named is None else f"{named.seconds * 1e3:.4g}{'' if named.fits else '!'}"
+
+
+def _gap(row: Row) -> str:
+    """How far the step is from its bound."""
+    return "-" if row.bound is None else f"{max(0.0, row.seconds / row.bound - 1):.1%}"
 
 
 def _waits(named: Named | None) -> str:

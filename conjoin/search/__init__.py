@@ -28,6 +28,7 @@ from conjoin.search.layer_places import layer_depths
 from conjoin.search.named_pipelines import make_pipeline
 from conjoin.search.named_plans import make_plan, strategy_names
 from conjoin.search.notes import Notes
+from conjoin.search.pipeline_bound import PipelineBound
 from conjoin.search.propagation import Flow, follow, propagate
 from conjoin.search.refusals import TooSlow
 from conjoin.search.remembered_plans import Remembered, is_answer
@@ -40,8 +41,8 @@ from conjoin.search.wishes import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish
 __all__ = [
     "DEFAULT_BUDGET", "OBJECTIVES", "PIPELINE", "Alike", "Alternative", "Certificate", "Contest", "CountedProblem",
     "CountedSpace", "Draft", "Facts", "Fit", "FitQuestion", "Flow", "Group", "Improvement", "NodeFacts", "Notes",
-    "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "Request", "ReshardSeconds", "Row",
-    "SearchResult", "Space", "Stopped", "Table", "Tables", "TooSlow", "Why", "Wish", "baseline_names", "baselines",
+    "Objective", "OperatorSeconds", "PipelineBound", "Problem", "Progress", "Remembered", "Request", "ReshardSeconds",
+    "Row", "SearchResult", "Space", "Stopped", "Table", "Tables", "TooSlow", "Why", "Wish", "baseline_names", "baselines",
     "branch_and_bound", "canonical", "check_wish", "compare_plans", "confine", "cuts", "find_alternatives", "find_plan",
     "follow", "is_answer", "largest_batches", "layer_depths", "least_machines", "make_groups", "make_pipeline",
     "make_plan", "name_axes", "num_beside_loss", "open_contest", "pipeline_alike", "place_branches", "plan_alike",

@@ -30,6 +30,7 @@ from conjoin.search.exact.space import Space
 from conjoin.search.exact.units import Units
 from conjoin.search.notes import Notes
 from conjoin.search.packed_weights import sections_alike
+from conjoin.search.pipeline_bound import PipelineBound
 from conjoin.sim import Classes, Drafts, PipelinePrediction, Prices, Simulation, new_drafts, simulate_layouts
 
 FOR_FINISHING = 0.1
@@ -122,6 +123,8 @@ class Contest:
     """The best of the named strategies."""
     pipeline: PipelinePrediction | None = None
     """The best of several stages that fits."""
+    bound: PipelineBound | None = None
+    """What pipelines take at least."""
     pipeline_given: bool = False
     """Whether the user gave one to start from: then the result is no slower, even by little."""
     without: Outcome | None = None

@@ -40,6 +40,7 @@ from conjoin.machine import Machine
 from conjoin.search.certificate import Certificate
 from conjoin.search.contest import FOR_FINISHING, Stopped
 from conjoin.search.notes import notes_from_json
+from conjoin.search.pipeline_bound import PipelineBound
 from conjoin.search.searches import go_on
 from conjoin.search.wishes import SEARCH_VERSION, SearchResult, Wish
 
@@ -141,9 +142,13 @@ def _number(value: Any, kind: type[int] | type[float]) -> float:
     return kind(value)
 
 
-def _certificate(data: Any) -> Certificate | None:
+def _certificate(data: Any) -> Certificate | PipelineBound | None:
     if data is None:
         return None
+    if "looked_at" in data:
+        whole = {name: int(_number(data[name], int)) for name in ("looked_at", "among")}
+        seconds = {name: _number(data[name], float) for name in ("step", "least_step", "computing")}
+        return PipelineBound(**seconds, **whole)  # type: ignore[arg-type]
     numbers = {name: _number(data[name], float) for name in ("hidden", "seconds", "least", "step", "least_step")}
     memory = None if data["memory"] is None else int(_number(data["memory"], int))
     return Certificate(str(data["units"]), **numbers, is_exact=bool(data["is_exact"]), memory=memory)

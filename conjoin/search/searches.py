@@ -324,10 +324,12 @@ def _result(contest: Contest, stopped: Stopped) -> SearchResult:
     if several is not None and contest.pipeline_leads:
         predictions = ("seconds_per_step", several.seconds), ("peak_bytes", float(several.peak))
         plan: Plan | Pipeline = replace(several.pipeline, predictions=predictions)
-        seconds, peak, error, certificate = several.seconds, several.peak, several.error, None
+        seconds, peak, error = several.seconds, several.peak, several.error
+        certificate = None if contest.bound is None else replace(contest.bound, step=seconds)
     else:
         assert one is not None
-        plan, certificate = plan_of(one, contest.captured, contest.machine), _certificate(contest, one, stopped)
+        plan = plan_of(one, contest.captured, contest.machine)
+        certificate = _certificate(contest, one, stopped)
         seconds, peak = one.seconds, one.peak_bytes or 0
         error = expected_error(break_down(one.simulation.timeline).sources)
     return SearchResult(

@@ -12,6 +12,7 @@ from conjoin.rules import OwnRules
 from conjoin.search.certificate import Certificate
 from conjoin.search.contest import Improvement, Stopped
 from conjoin.search.notes import Notes
+from conjoin.search.pipeline_bound import PipelineBound
 from conjoin.sim import OPTIMIZER_COPIES
 
 DEFAULT_BUDGET = 60.0
@@ -70,8 +71,8 @@ class SearchResult:
     """Of this process, spent on the search."""
     steps: int = 0
     """What `Wish.steps` counts."""
-    certificate: Certificate | None = None
-    """How far the plan's sum of seconds can be from the least, where that is known."""
+    certificate: Certificate | PipelineBound | None = None
+    """How far the plan can be from the best, where that is known."""
     objective: str = "time"
     error: float = 0.0
     """The part by which the predicted seconds may be off."""

@@ -121,7 +121,7 @@ class Row:
     found_seconds: float
     found: str
     gap: float | None
-    """Of the step, as the search tells it; none of pipelines."""
+    """Of the step, as the search tells it."""
     cpu_seconds: float
 
     @property

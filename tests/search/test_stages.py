@@ -25,10 +25,11 @@ from conjoin.search import find_plan, make_pipeline
 from conjoin.search.exact.space import OVERLAPS, objective_on
 from conjoin.search.exact.table_sum import sum_of
 from conjoin.search.rewrites import ways_of
+from conjoin.search.pipeline_bound import PipelineBound
 from conjoin.search.stages.cells import find_cells
 from conjoin.search.stages.folds import shorten, stands_for
 from conjoin.search.stages.parts import Division, Part, divisions
-from conjoin.search.stages.plans import Judged, Model, build, crossings_of, judge, least_seconds, played
+from conjoin.search.stages.plans import Judged, Model, build, crossings_of, judge, least_of_cutting, played
 from conjoin.search.stages.programme import Cutting, Programme, Slot
 from conjoin.search.stages.search import StageSearch, micro_batches
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK
@@ -263,7 +264,7 @@ def test_no_schedule_takes_less_than_a_cutting_at_least() -> None:
         slots = [Slot((i, i + 1), (i, i + 1), Part((1, 1, ())), Way("single"), figures[i]) for i in range(count)]
         cut = Cutting(tuple(slots), 0.0)
         crossings = crossings_of(cut, [rng.uniform(0, 1e9)] * (count - 1), 1, machine)
-        taken, least = played(cut, micro, inf, crossings), least_seconds(cut, micro)
+        taken, least = played(cut, micro, inf, crossings), least_of_cutting(cut, micro)
         assert least <= taken * (1 + 1e-12) and played(cut, micro, inf, crossings, least) == inf
         assert played(cut, micro, inf, crossings, taken * 1.01) == taken
 
@@ -363,6 +364,7 @@ def test_a_pipeline_that_is_found_is_told_and_remembered_like_a_plan(tmp_path) -
     again = kept.find(graph, machine, wish, "")
     assert again is not None
     assert again.plan == plan
+    assert isinstance(result.certificate, PipelineBound) and again.certificate == result.certificate
     assert is_answer(again, wish)
     longer = find_plan(graph, machine, CostModel(), replace(wish, budget=900), start=again)
     assert longer.seconds_per_step <= result.seconds_per_step

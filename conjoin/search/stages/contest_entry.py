@@ -7,6 +7,7 @@ from math import inf
 from conjoin.cost import CostModel
 from conjoin.ir import Graph, Pipeline
 from conjoin.search.contest import Contest
+from conjoin.search.pipeline_bound import PipelineBound
 from conjoin.search.rewrites import RuleWay
 from conjoin.search.stages.plans import Judged, Model
 from conjoin.search.stages.search import Over, StageSearch
@@ -53,7 +54,11 @@ def search_stages(
 
     goal = lambda: inf if stages is not None or contest.best is None else contest.best.seconds
     search = StageSearch(model, goal, check, stages, found=found)
-    if search.run():
+    is_done = search.run()
+    if search.least:
+        looked_at = len(search.least), search.num_trials
+        contest.bound = PipelineBound(inf, search.least_seconds, *looked_at, search.ideal)
+    if is_done:
         contest.note(trial, contest.pipeline.seconds if contest.pipeline is not None else inf)
     else:
         contest.cut_short = True

@@ -162,7 +162,7 @@ def crossings_of(cut: Cutting, sent: Sequence[float], granule: int, machine: Mac
     return Crossings(chain(len(cut.slots)), range(len(cut.slots)), found, machine)
 
 
-def least_seconds(cut: Cutting, micro: int) -> float:
+def least_of_cutting(cut: Cutting, micro: int) -> float:
     """What a step takes at least, whatever the schedule: every stage waits for the first micro-batch, and then has all
     of them to run."""
     found = before = 0.0
@@ -178,7 +178,7 @@ def played(cut: Cutting, micro: int, capacity: float, crossings: Crossings, limi
     that is no less than a limit."""
     stages, edges = len(cut.slots), chain(len(cut.slots))
     forward, backward, finish, peak, kept = zip(*(slot.figures for slot in cut.slots), strict=True)
-    if least_seconds(cut, micro) >= limit:
+    if least_of_cutting(cut, micro) >= limit:
         return inf
     half = tuple(seconds / 2 for seconds in backward)
     times = Times(forward, half, half, crossings.activations, crossings.gradients, links=crossings.links)

@@ -67,13 +67,15 @@ class Programme:
     capacity: float
     most: int
     """Stages at most."""
+    in_flight: int | None = None
+    """Micro-batches that every stage holds; None is as many as by 1F1B."""
     _seconds: dict[tuple[Part, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
     _mixed: dict[tuple[Part, int], list[_Mixed]] = field(default_factory=dict)
 
     def of(self, part: Part, in_flight: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[begin, end]: the least seconds of a stage with so many micro-batches in flight, with its part of the end of
         a step; what of them is added up; and by which way."""
-        key = part, min(in_flight, self.num_micro_batches)
+        key = part, self._held(in_flight)
         if key not in self._seconds:
             table = self.tables[part]
             with np.errstate(invalid="ignore"):
@@ -92,6 +94,10 @@ class Programme:
             added[0] = least[0]  # the first stage ends last
             self._seconds[key] = least, added, chosen
         return self._seconds[key]
+
+    def _held(self, stages: int) -> int:
+        """Micro-batches that the first of the last stages holds, where there are so many of them."""
+        return min(self.num_micro_batches, self.in_flight or stages)
 
     def _pairs(self, part: Part) -> list[tuple[int, int]]:
         """Ways that differ in what they run again, by their numbers: nothing, and something."""
@@ -113,7 +119,7 @@ class Programme:
         ways, table = self.ways[part], self.tables[part]
         if number < len(ways):
             return ways[number], table[(*row, number)]
-        mixed = self._mixed[part, min(in_flight, self.num_micro_batches)][number - len(ways)]
+        mixed = self._mixed[part, self._held(in_flight)][number - len(ways)]
         without, again = (table[(*row, way)] for way in mixed.pair)
         way = replace(ways[mixed.pair[1]], blocks=int(mixed.blocks[row]))
         return way, without + mixed.part[row] * (again - without)

@@ -24,8 +24,9 @@ from conjoin.search.rewrites import gaining
 from conjoin.search.stage_cuts import node_seconds
 from conjoin.search.stages.cells import Cells, find_cells
 from conjoin.search.stages.folds import Fold, shorten, stands_for
+from conjoin.search.stages.least import least_seconds
 from conjoin.search.stages.parts import Division, Part, divisions
-from conjoin.search.stages.plans import Judged, Model, build, checked, crossings_of, judge, least_seconds, played
+from conjoin.search.stages.plans import Judged, Model, build, checked, crossings_of, judge, least_of_cutting, played
 from conjoin.search.stages.programme import Cutting, Programme, Slot
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK, StageTables
 from conjoin.search.stages.ways import RECOMPUTE, Solver, Way, ways_on
@@ -41,6 +42,8 @@ _PLAYED = 12
 """Cuttings of a trial that are played by their figures, with all schedules."""
 _NEAR = 1.05
 """How far above the best a cutting may be by the formula to be built: so far is the timeline from it."""
+_SOON = 1.01
+"""How much faster than the best a cutting has to be by its figures to be built before others are looked for."""
 _ROUGH = 1.1
 """How far above what it takes at best a trial can be told to be by two cells in a row: schedules with less of a bubble
 than 1F1B, and cells that take less where they are more."""
@@ -101,6 +104,14 @@ class StageSearch:
     """By number of micro-batches, the whole model."""
     _rules: dict[Part, tuple[str, ...]] = field(default_factory=dict)
     """Substitutions for stages on parts, by name."""
+    least: dict[tuple[int, bool, int], float] = field(default_factory=dict)
+    """By devices of a granule, whether all stages have one, and micro-batches: what no pipeline takes less than, of
+    those that were looked at."""
+    ideal: float = 0.0
+    """What is computed, dealt out to all devices such that all are done together."""
+    num_trials: int = 0
+    _too_high: float = 1.0
+    """What of their figures by the tables stages took at least that were built."""
     _gains: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
     """Those by which the cells that come most often gain on one device, after others."""
 
@@ -112,6 +123,7 @@ class StageSearch:
         """Look for pipelines as long as there is time; the best is kept. Whether it came to its end."""
         self._short = self._shorten()
         trials = list(self._trials())
+        self.num_trials = len(trials)
         try:
             self._go_through(trial for trial in trials if trial.division.is_even)
             self._go_through(trial for trial in trials if not trial.division.is_even)
@@ -139,7 +151,7 @@ class StageSearch:
                 if seconds < limit:
                     cuttings.append((seconds, trial, cutting))
                     cuttings.sort(key=lambda found: found[0])
-            if cuttings and (self.best is None or cuttings[0][0] * _NEAR < self._limit()):  # time may be over soon
+            if cuttings and (self.best is None or cuttings[0][0] * _SOON < self._limit()):  # time may be over soon
                 self._judge(*cuttings.pop(0)[1:])
         for seconds, trial, cutting in cuttings[:_BUILT]:
             if seconds < _NEAR * self._limit():
@@ -184,7 +196,7 @@ class StageSearch:
 
     def _trials(self) -> Iterator[Trial]:
         """All that could be tried; a step takes at least what is computed, dealt out, and the bubble."""
-        ideal = self._ideal()
+        self.ideal = ideal = self._ideal()
         for division in divisions(self.model.machine, MAX_STAGES if self.stages is None else self.stages):
             self._machines = division.machines
             stages = division.count if division.is_even else 2
@@ -201,6 +213,20 @@ class StageSearch:
         rates = [1 / max(alone[machine.device_type(rank)], 1e-30) for rank in range(machine.num_devices)]
         return 1 / sum(rates)
 
+    @property
+    def least_seconds(self) -> float:
+        """What no pipeline takes less than of those that were looked at: tables tell longer rows of equal cells from
+        shorter ones, and may be too high by as much as they were for the stages that were built."""
+        return self._too_high * min(self.least.values(), default=0.0)
+
+    def _compare(self, cutting: Cutting, judged: Judged) -> None:
+        micro = judged.pipeline.num_micro_batches
+        for slot, stage in zip(cutting.slots, judged.prediction.stages, strict=True):
+            if slot.way.blocks is None:
+                taken = micro * (stage.forward + stage.backward) + stage.finish + stage.start
+                told = micro * (slot.figures[FORWARD] + slot.figures[BACKWARD]) + slot.figures[FINISH]
+                self._too_high = min(self._too_high, taken / told if told else 1.0)
+
     def _solve(self, trial: Trial) -> Sequence[Cutting]:
         """The best cuttings of a trial for every number of stages."""
         tables = self._tables_for(trial.micro)
@@ -216,6 +242,9 @@ class StageSearch:
             free = self._cuttings(trial, tables, plain, inf)
         least = min((cutting.seconds for cutting in free), default=inf)
         fitting = self._cuttings(trial, tables, plain, self.model.capacity)
+        if trial.division.is_even:  # a schedule with less of a bubble holds more
+            held = self._cuttings(trial, tables, plain, self.model.capacity, trial.division.count)
+            fitting = sorted({*fitting, *held}, key=lambda cutting: cutting.seconds)
         if free and min((cutting.seconds for cutting in fitting), default=inf) <= _BINDS * least:
             return fitting
         every = {part: list(ways_on(trial.division.machines[part])) for part in parts}
@@ -230,7 +259,7 @@ class StageSearch:
         if min((cutting.seconds for cutting in free), default=inf) < limit:
             return True
         few = (cutting for cutting in free if len(cutting.slots) * trial.micro <= _ROWS)
-        tried = [cutting for cutting in few if least_seconds(cutting, trial.micro) < limit][:_BUILT]
+        tried = [cutting for cutting in few if least_of_cutting(cutting, trial.micro) < limit][:_BUILT]
         return any(played(one, trial.micro, inf, self._crossings(trial, one), limit) < limit for one in tried)
 
     def _better(self, tables: StageTables, part: Part, plain: Sequence[Way]) -> list[Way]:
@@ -296,9 +325,14 @@ class StageSearch:
         return kept
 
     def _cuttings(
-        self, trial: Trial, tables: StageTables, ways: dict[Part, list[Way]], capacity: float
+        self,
+        trial: Trial,
+        tables: StageTables,
+        ways: dict[Part, list[Way]],
+        capacity: float,
+        in_flight: int | None = None,
     ) -> Sequence[Cutting]:
-        """What the programme finds with some ways."""
+        """What the programme finds with some ways; perhaps where all stages hold so many micro-batches."""
         if not all(ways.values()):
             return ()
         count, division = len(tables), trial.division
@@ -306,7 +340,10 @@ class StageSearch:
         filled = {part: tables.fill(part, some, longest) for part, some in ways.items()}
         sent = self._sent(tables.crossing, division.granule)
         most = min(division.count, count, MAX_STAGES)
-        programme = Programme(division, filled, ways, sent, trial.micro, capacity, most)
+        wanted = range(2, most + 1) if self.stages is None else [self.stages]
+        told = division.granule, division.is_even, trial.micro
+        self.least[told] = least_seconds(division, filled, ways, trial.micro, self.model.capacity, wanted)
+        programme = Programme(division, filled, ways, sent, trial.micro, capacity, most, in_flight)
         return [cutting for cutting in programme.solve(self.stages) if len(cutting.slots) > 1]
 
     def _tables_for(self, micro: int) -> StageTables | None:
@@ -383,6 +420,7 @@ class StageSearch:
             except StrategyError:
                 return
             self.num_judged += 1
+            self._compare(cutting, judged)
             if judged.fits or all(slot.way.blocks is None for slot in cutting.slots):
                 break
             cutting = replace(cutting, slots=tuple(_with_more_blocks(slot) for slot in cutting.slots))
