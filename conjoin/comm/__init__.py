@@ -7,7 +7,6 @@ from conjoin.comm.cross_mesh import (
     InRounds,
     Message,
     TransferPlan,
-    best_chunks,
     plan_transfer,
     reduced_for_transfer,
 )
@@ -47,7 +46,7 @@ from conjoin.comm.ring import Block, Ring, RingBytes, ring_bytes_of, ring_member
 from conjoin.comm.route import backward_route, dual_layout, reshard
 from conjoin.comm.routing import RoutedBytes, Routing, moves_fewer_rows, routed_bytes, routed_call, routing_of
 from conjoin.comm.senders import SENDER_WAYS, Assignment, Atomic
-from conjoin.comm.stage_transfers import CHUNK_BYTES, plan_crossing, stage_grid
+from conjoin.comm.stage_transfers import CHUNK_BYTES, plan_crossing, plan_of_transfer, stage_grid
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.streams import Digests, Streams, digests, streams_of
 from conjoin.comm.traffic import (
@@ -74,13 +73,13 @@ __all__ = [
     "ExchangedBytes", "Form", "GradientFlow", "Grid", "Halo", "HaloBytes", "InRounds", "MadeOnce", "Message",
     "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring", "RingBytes", "Route", "RoutedBytes", "Routing",
     "SentWhole", "Step", "StepKind", "Streams", "Traffic", "Transfer", "TransferPlan", "Use", "WholeSlices",
-    "backward_route", "best_chunks", "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between",
-    "chunking_of", "common_places", "cut_blocks", "digests", "dual_layout", "edge_inputs", "exchanges_in_passes",
-    "find_bundles", "find_made_once", "flights_backward", "flights_forward", "form_seconds", "gradient_flow",
-    "halo_bytes", "halo_call", "halo_of", "halo_rows", "has_places", "held_bytes", "held_in_blocks", "is_product",
-    "leaves_early", "move_regions", "moved_edges", "movement", "moves_fewer_rows", "node_exchanges", "num_ahead",
-    "num_blocks", "num_devices", "plan_crossing", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard",
-    "ring_bytes", "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call",
-    "routing_of", "run_again", "score_bytes", "sent_bytes", "splits_evenly", "stage_grid", "step_bytes", "step_load",
-    "streams_of", "sum_per_rank", "total_bytes", "updated_together",
+    "backward_route", "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between", "chunking_of",
+    "common_places", "cut_blocks", "digests", "dual_layout", "edge_inputs", "exchanges_in_passes", "find_bundles",
+    "find_made_once", "flights_backward", "flights_forward", "form_seconds", "gradient_flow", "halo_bytes", "halo_call",
+    "halo_of", "halo_rows", "has_places", "held_bytes", "held_in_blocks", "is_product", "leaves_early", "move_regions",
+    "moved_edges", "movement", "moves_fewer_rows", "node_exchanges", "num_ahead", "num_blocks", "num_devices",
+    "plan_crossing", "plan_of_transfer", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes",
+    "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of", "run_again",
+    "score_bytes", "sent_bytes", "splits_evenly", "stage_grid", "step_bytes", "step_load", "streams_of", "sum_per_rank",
+    "total_bytes", "updated_together",
 ]  # fmt: skip

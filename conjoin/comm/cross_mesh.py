@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import sqrt
 from typing import Protocol
 
 import numpy as np
@@ -380,20 +379,6 @@ def _copies(have: Pieces, want: Pieces, slices: Slices, number: int, host: int) 
     wanters = want.devices[want.first[wanted, host] :][: want.count[wanted, host]].tolist()
     senders = {device: device if device in holders else holders[i % len(holders)] for i, device in enumerate(wanters)}
     return [(sender, device, number) for device, sender in senders.items()]
-
-
-def best_chunks(plan: TransferPlan, bytes_per_second: float, latency: float) -> int:
-    """In how many chunks a transfer takes least: more of them shorten its first and last frames, and cost latency.
-
-    Seconds are (K + A - 1)(L/K + R latency), least where K² = (A - 1) L / (R latency).
-    """
-    if plan.longest_chain <= 1 or not plan.most:
-        return 1
-    if latency <= 0:
-        return CHUNKS
-    rounds = max(1, plan.rounds_per_frame - 1)
-    best = sqrt((plan.longest_chain - 1) * plan.most * plan.itemsize / bytes_per_second / (rounds * latency))
-    return max(1, min(plan.most, round(best)))
 
 
 def reduced_for_transfer(

@@ -38,6 +38,9 @@ from conjoin.machine import Mesh
 from conjoin.ops import Invariant, Split, TensorType
 from conjoin.schedules import Edge, Kind, Schedule, check
 
+MAX_CHUNKS = 1 << 16
+"""Of what goes between stages: more would be smaller than what is sent beside them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -73,6 +76,8 @@ class Transfer:
     taken: TensorType
     """As the target takes it, on its own."""
     has_gradient: bool
+    chunks: tuple[int, int] | None = None
+    """As in `Arrival`."""
 
     def __str__(self) -> str:
         return f"output {self.output} of stage {self.source} as {self.input} of stage {self.target}"
@@ -115,9 +120,8 @@ class Pipeline:
                 made = self.stages[arrival.stage].plan.graph.outputs[arrival.output]
                 assert isinstance(made, Value)
                 leaf = stage.input(arrival.input)
-                yield Transfer(
-                    arrival.stage, arrival.output, target, arrival.input, made.type, leaf.type, leaf.trainable
-                )
+                ends = arrival.stage, arrival.output, target, arrival.input
+                yield Transfer(*ends, made.type, leaf.type, leaf.trainable, arrival.chunks)
 
     def owner_of(self, parameter: str) -> int:
         """The stage that a parameter belongs to."""
@@ -162,11 +166,16 @@ def _stage_to_json(stage: Stage) -> dict[str, Any]:
         "ranks": list(stage.ranks),
         "mesh": mesh_to_json(stage.plan.mesh),
         "strategy": stage.plan.strategy,
-        "takes": [{"input": a.input, "stage": a.stage, "output": a.output} for a in stage.arrivals],
+        "takes": [_arrival_to_json(arrival) for arrival in stage.arrivals],
         "borrows": list(stage.borrowed),
         **decisions_to_json(stage.plan),
         "graph": str(stage.plan.graph).splitlines(),
     }
+
+
+def _arrival_to_json(arrival: Arrival) -> dict[str, Any]:
+    chunks = {} if arrival.chunks is None else {"chunks": list(arrival.chunks)}
+    return {"input": arrival.input, "stage": arrival.stage, "output": arrival.output, **chunks}
 
 
 def composition_digest(pipeline: Pipeline) -> str:
@@ -259,6 +268,8 @@ def _arrival_faults(pipeline: Pipeline) -> Iterator[str]:
             if not isinstance(made, Value) or made.type.laid_out(()) != wanted.laid_out(()):
                 yield f"stage {i} takes {arrival.input} as {wanted} from stage {arrival.stage}, which does not give it"
                 continue
+            if not all(1 <= count <= MAX_CHUNKS for count in arrival.chunks or ()):
+                yield f"stage {i} takes {arrival.input} in {arrival.chunks} chunks, which are 1 to {MAX_CHUNKS:,}"
             for layout in (made.type.layout, wanted.layout):
                 wrong = [axis for axis, placement in layout if not isinstance(placement, Split | Invariant)]
                 if wrong:

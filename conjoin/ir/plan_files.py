@@ -123,9 +123,17 @@ def _stage(entry: Any, number: int, machine: Mark) -> Stage:
 
 def _arrival(entry: Any) -> Arrival:
     match entry:
-        case {"input": str(name), "stage": int(stage), "output": int(output), **rest} if not rest:
-            return Arrival(name, _count(stage, "a stage"), _count(output, "an output"))
+        case {"input": str(name), "stage": int(stage), "output": int(output), **rest} if rest.keys() <= {"chunks"}:
+            chunks = _chunks(rest["chunks"]) if rest else None
+            return Arrival(name, _count(stage, "a stage"), _count(output, "an output"), chunks)
     raise ValueError(f"{str(entry)[:60]} does not say which output of which stage an input is")
+
+
+def _chunks(entry: Any) -> tuple[int, int]:
+    match entry:
+        case [there, back]:
+            return _count(there, "a number of chunks"), _count(back, "a number of chunks")
+    raise ValueError(f"{str(entry)[:60]} does not say in how many chunks a tensor comes, and its gradient goes back")
 
 
 def _count(entry: Any, what: str) -> int:

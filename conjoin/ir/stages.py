@@ -25,6 +25,8 @@ class Arrival:
     input: str
     stage: int
     output: int
+    chunks: tuple[int, int] | None = None
+    """In how many chunks it is passed on from host to host, and its gradient back; None for chunks of a usual size."""
 
 
 @dataclass(frozen=True, slots=True)

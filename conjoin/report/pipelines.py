@@ -55,6 +55,7 @@ class PipelineExplanation:
                     "tensor": str(transfer.made),
                     "taken_as": str(transfer.taken),
                     "gradient": transfer.has_gradient,
+                    "chunks": None if transfer.chunks is None else list(transfer.chunks),
                 }
                 for transfer in self.transfers
             ],
@@ -94,7 +95,15 @@ def between_text(transfer: Transfer) -> str:
     """What goes between two stages, in words."""
     back = "and its gradient back" if transfer.has_gradient else "without gradient"
     size = format_bytes(transfer.made.laid_out(()).bytes)
-    return f"{transfer.source} > {transfer.target}: {transfer.made} ({size}), {back}"
+    return f"{transfer.source} > {transfer.target}: {transfer.made} ({size}), {back}{_chunks_text(transfer)}"
+
+
+def _chunks_text(transfer: Transfer) -> str:
+    """In how many chunks it is passed on, where the plan says so."""
+    if transfer.chunks is None:
+        return ""
+    there, back = transfer.chunks
+    return f", in {there} chunks" + (f" and {back} back" if transfer.has_gradient else "")
 
 
 def pipeline_text(found: PipelineExplanation) -> str:

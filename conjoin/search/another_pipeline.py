@@ -13,6 +13,7 @@ from dataclasses import replace
 from conjoin.errors import StrategyError
 from conjoin.ir import (
     Accumulation,
+    Arrival,
     Graph,
     LeafKind,
     Pipeline,
@@ -42,7 +43,7 @@ def pipeline_alike(pipeline: Pipeline, captured: Graph) -> Alike[Pipeline]:
     made = [plan_alike(stage.plan, cut.graph) for stage, cut in zip(pipeline.stages, cuts, strict=True)]
     plans = (replace(m.plan, model=stage.plan.model) for m, stage in zip(made, pipeline.stages, strict=True))
     stages = tuple(
-        Stage(plan, stage.ranks, cut.arrivals, cut.borrowed)
+        Stage(plan, stage.ranks, _in_chunks_of(stage, cut.arrivals), cut.borrowed)
         for plan, stage, cut in zip(plans, pipeline.stages, cuts, strict=True)
     )
     steps = 1 if accumulation is None else accumulation.steps
@@ -58,6 +59,12 @@ def pipeline_alike(pipeline: Pipeline, captured: Graph) -> Alike[Pipeline]:
     )
     sums = (sum(m.num_operators for m in made), sum(m.shortened for m in made), sum(m.fresh for m in made))
     return Alike(check_pipeline(found), *sums)
+
+
+def _in_chunks_of(stage: Stage, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
+    """What a stage takes, in as many chunks as what it takes under the same name."""
+    chunks = {arrival.input: arrival.chunks for arrival in stage.arrivals}
+    return tuple(replace(arrival, chunks=chunks.get(arrival.input)) for arrival in arrivals)
 
 
 def _in_micro_batches(pipeline: Pipeline, captured: Graph) -> tuple[Graph, Accumulation | None]:

@@ -48,7 +48,7 @@ from conjoin.search.offloads import with_offloads
 from conjoin.search.request import Request
 from conjoin.search.stage_cuts import cut_rows, node_seconds
 from conjoin.search.strategies import read_request
-from conjoin.sim import predict_pipeline
+from conjoin.sim import predict_pipeline, with_fastest_chunks
 
 _VIRTUAL = 2
 """Stages to an owner where a schedule interleaves them and nobody says how many."""
@@ -136,6 +136,7 @@ def make_pipeline(
         strategy=str(replace(request, micro=micro, schedule=name)),
         accumulation=accumulation,
     )
+    made = with_fastest_chunks(made, machine)
     if name == FOUND:
         made = replace(made, schedule=_best_schedule(made, machine, costs or CostModel()))
     return check_pipeline(made)

@@ -2,6 +2,7 @@
 
 from conjoin.sim.autograd_keeps import Kept, kept_of
 from conjoin.sim.breakdown import Breakdown, break_down
+from conjoin.sim.chunk_counts import fastest_chunks, with_fastest_chunks
 from conjoin.sim.crossings import Crossing, Crossings, crossing_seconds, streams_seconds, transfer_seconds
 from conjoin.sim.engine import COMPUTE, Instruction, Phase, Ticks, Timeline, rerun, run, to_seconds, to_ticks
 from conjoin.sim.expected_error import ALIKE, Published, expected_error, published_for
@@ -33,10 +34,10 @@ __all__ = [
     "ALIKE", "COMPUTE", "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Crossing", "Crossings", "Drafts", "Gain",
     "HostLink", "Instruction", "Kept", "Layouts", "MachinePrices", "Memory", "Offloads", "OnHost", "Operator", "Phase",
     "PipelinePrediction", "Prediction", "Prices", "Program", "Published", "Simulation", "Skeleton", "StagePrediction",
-    "Stretch", "Ticks", "Timeline", "Wanted", "break_down", "crossing_seconds", "expected_error", "gain_of", "kept_of",
-    "kept_tensors", "make_change", "measure_memory", "measure_wanted", "new_drafts", "offloads_of", "predict",
-    "predict_pipeline", "published_for", "put_together", "random_change", "rank_stretches", "rerun", "rescheduled",
-    "run", "simulate", "simulate_layouts", "simulate_stage", "stage_memory", "stage_spans", "streams_seconds",
-    "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "true_runs",
-    "wanted_by",
+    "Stretch", "Ticks", "Timeline", "Wanted", "break_down", "crossing_seconds", "expected_error", "fastest_chunks",
+    "gain_of", "kept_of", "kept_tensors", "make_change", "measure_memory", "measure_wanted", "new_drafts",
+    "offloads_of", "predict", "predict_pipeline", "published_for", "put_together", "random_change", "rank_stretches",
+    "rerun", "rescheduled", "run", "simulate", "simulate_layouts", "simulate_stage", "stage_memory", "stage_spans",
+    "streams_seconds", "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds",
+    "true_runs", "wanted_by", "with_fastest_chunks",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from conjoin.comm import InRounds, Streams, plan_crossing, stage_grid, streams_of
+from conjoin.comm import InRounds, Streams, plan_of_transfer, streams_of
 from conjoin.ir import Pipeline, Transfer
 from conjoin.machine import Machine
 from conjoin.schedules import Edge, SharedLinks
@@ -78,9 +78,4 @@ def streams_seconds(streams: Streams, machine: Machine) -> float:
 
 def _streams(pipeline: Pipeline, transfer: Transfer, back: bool) -> Streams:
     """What is sent between the ranks of two stages; back, they change places."""
-    ends = [
-        (transfer.made.layout, stage_grid(pipeline, transfer.source)),
-        (transfer.taken.layout, stage_grid(pipeline, transfer.target)),
-    ]
-    plan = plan_crossing(transfer.made.laid_out(()), *(reversed(ends) if back else ends))
-    return streams_of(plan, transfer.made.dtype.itemsize)
+    return streams_of(plan_of_transfer(pipeline, transfer, back), transfer.made.dtype.itemsize)

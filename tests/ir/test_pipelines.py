@@ -17,6 +17,7 @@ from conjoin.errors import ConjoinError
 from conjoin.frontends import capture
 from conjoin.ir import Pipeline, load_plan, pipeline_fingerprint, pipeline_to_json
 from conjoin.machine import Machine
+from conjoin.report import explain_pipeline, pipeline_summary
 from conjoin.search import make_pipeline
 from tests.ir.wording import assert_three_sentences
 
@@ -47,6 +48,16 @@ def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
     assert read.stages[1].borrowed == ("0.0.weight",) and read.owner_of("0.0.weight") == 0
 
 
+def test_chunks_may_be_edited_and_an_old_file_says_nothing_of_them(tmp_path: Path) -> None:
+    plain = load_plan(saved(tmp_path))
+    edited = load_plan(saved(tmp_path, lambda data: data["stages"][1]["takes"][0].update(chunks=[8, 3])))
+    assert isinstance(plain, Pipeline) and isinstance(edited, Pipeline)
+    assert [transfer.chunks for transfer in plain.transfers()] == [None]
+    assert [transfer.chunks for transfer in edited.transfers()] == [(8, 3)]
+    assert pipeline_fingerprint(plain) != pipeline_fingerprint(edited)
+    assert [line for line in pipeline_summary(explain_pipeline(edited)) if line.endswith("in 8 chunks and 3 back")]
+
+
 def _swap_rows(data: dict[str, Any]) -> None:
     rows = data["schedule"]["rows"][1].split()
     rows[0], rows[1] = rows[1], rows[0]
@@ -69,6 +80,13 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "rank twice": (lambda d: d["stages"][1].update(ranks=[1, 2]), "rank 1 is one of"),
     "too few ranks": (lambda d: d["stages"][0].update(ranks=[0]), "for a mesh of 2 devices"),
     "what another does not give": (lambda d: d["stages"][1]["takes"][0].update(output=7), "which does not give it"),
+    "no chunks": (
+        lambda d: d["stages"][1]["takes"][0].update(chunks=[0, 1]),
+        "in (0, 1) chunks, which are 1 to 65,536",
+    ),
+    "too many chunks": (lambda d: d["stages"][1]["takes"][0].update(chunks=[1, 1 << 17]), "which are 1 to 65,536"),
+    "chunks in words": (lambda d: d["stages"][1]["takes"][0].update(chunks=["8", 1]), "8 is not a number of chunks"),
+    "chunks one way": (lambda d: d["stages"][1]["takes"][0].update(chunks=[8]), "in how many chunks"),
     "nothing taken": (lambda d: d["stages"][1].update(takes=[]), "neither the batch nor another stage gives"),
     "nothing borrowed": (lambda d: d["stages"][1].update(borrows=[]), "belongs to stage 0 and to stage 1"),
     "borrowed of nobody": (lambda d: d["stages"][1].update(borrows=["1.0.weight"]), "does not read"),

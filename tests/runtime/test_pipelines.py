@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conjoin.comm import plan_crossing, stage_grid
+from conjoin.comm import plan_of_transfer, stage_grid
 from conjoin.errors import RankError, StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Pipeline, check_pipeline, cut_in_stages, num_elements, region_of
@@ -417,8 +417,7 @@ def test_what_goes_to_several_nodes_goes_once_to_each(
     compare(pipeline, model, loss, [make() for _ in range(2)])
     for transfer in pipeline.transfers():
         source, target = (stage_grid(pipeline, stage) for stage in (transfer.source, transfer.target))
-        ends = (transfer.made.layout, source), (transfer.taken.layout, target)
-        plan = plan_crossing(transfer.made.laid_out(()), *ends)
+        plan = plan_of_transfer(pipeline, transfer)
         host = dict(zip((*source.devices, *target.devices), (*source.hosts, *target.hosts), strict=True))
         sent = dict.fromkeys(target.hosts, 0)
         for message in (message for messages in plan.rounds() for message in messages):

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from conjoin.comm import stage_grid
+from conjoin.comm import plan_of_transfer, stage_grid
 from conjoin.errors import RankError
 from conjoin.ir import Pipeline, Transfer
 from conjoin.runtime.pipelines.stage_runs import StageRun
@@ -187,7 +187,8 @@ class Links:
 def _both_ways(pipeline: Pipeline, transfer: Transfer, rank: int) -> tuple[Crossing, Crossing]:
     source = transfer.made.layout, stage_grid(pipeline, transfer.source)
     target = transfer.taken.layout, stage_grid(pipeline, transfer.target)
-    return Crossing(transfer.made, source, target, rank), Crossing(transfer.made, target, source, rank)
+    there, back = (plan_of_transfer(pipeline, transfer, back) for back in (False, True))
+    return Crossing(transfer.made, source, target, rank, there), Crossing(transfer.made, target, source, rank, back)
 
 
 class ScheduleRun:

@@ -41,7 +41,7 @@ from conjoin.search.stages.cells import Cells
 from conjoin.search.stages.parts import Division
 from conjoin.search.stages.programme import Cutting
 from conjoin.search.stages.ways import Solver, lay_out_stage
-from conjoin.sim import Crossing, Crossings, PipelinePrediction, predict_pipeline, rescheduled
+from conjoin.sim import Crossing, Crossings, PipelinePrediction, predict_pipeline, rescheduled, with_fastest_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def build(
         stages.append(laid_out.stage(number, model.machine, part, tuple(ranks)))
     schedule = one_f_one_b(len(stages), micro)
     edges = tuple(sorted({*chain(len(stages)), *stage_edges(tuple(stages))}))
-    return Pipeline(
+    made = Pipeline(
         graph=cells.graph,
         stages=tuple(stages),
         schedule=replace(schedule, edges=edges),
@@ -113,6 +113,7 @@ def build(
         strategy=_name(stages, micro),
         accumulation=accumulation,
     )
+    return with_fastest_chunks(made, model.machine)
 
 
 def _name(stages: Sequence[Stage], micro: int) -> str:
