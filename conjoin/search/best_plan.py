@@ -75,12 +75,13 @@ def _seldom_collected() -> Iterator[None]:
 
 def _check_batch(graph: Graph) -> None:
     """UsageError where there is nothing to compute."""
-    for leaf in graph.leaves:
-        if leaf.kind is LeafKind.INPUT and not leaf.type.num_elements:
-            raise UsageError(
-                f"A plan of {graph.name} was asked for with an input {leaf.name} of shape {list(leaf.type.shape)}. It "
-                f"has 0 elements, so that a step would compute nothing. Give a batch with samples in it."
-            )
+    inputs = [leaf for leaf in graph.leaves if leaf.kind is LeafKind.INPUT and leaf.type.shape]
+    if inputs and not any(leaf.type.num_elements for leaf in inputs):
+        raise UsageError(
+            f"A plan of {graph.name} was asked for with an input {inputs[0].name} of shape "
+            f"{list(inputs[0].type.shape)}. It has 0 elements, so that a step would compute nothing. Give a batch with "
+            f"samples in it."
+        )
 
 
 def _added(before: SearchResult, after: SearchResult) -> SearchResult:

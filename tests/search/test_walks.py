@@ -249,6 +249,11 @@ def test_a_batch_without_samples_is_refused() -> None:
         find_plan(graph, parse_machine("p3.8xlarge"), CostModel(), Wish(budget=0.0))
 
 
+def test_an_input_without_features_beside_others_is_none_of_the_batch() -> None:
+    graph = capture(nn.Linear(4, 4), (torch.ones(8, 4), torch.ones(8, 0)), lambda y, more: y.sum() + more.sum())
+    assert find_plan(graph, parse_machine("p3.8xlarge"), CostModel(), Wish(budget=0.0)).ratio >= 1.0
+
+
 @dataclass
 class OddLinks(SlowDevices):
     """Links on which each collective over each set of axes is faster or slower than it should be: a detour may pay."""
