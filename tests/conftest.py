@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,16 @@ gc.disable()
 os.environ.setdefault("MKL_DISABLE_FAST_MM", "1")
 """Tests fork ranks after threads have multiplied matrices: in a process so forked MKL's own lists of buffers may have
 no end. It reads this when it is first used."""
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Workers begin with seconds of imports: by then most of what they collect is rewritten, once for all of them."""
+    from tests.rewritten import write_rewritten
+
+    if not sys.dont_write_bytecode:
+        Process = multiprocessing.get_context("fork").Process
+        Process(target=write_rewritten, args=(Path(__file__).parent, config), daemon=True).start()
 
 
 def pytest_collection_finish() -> None:

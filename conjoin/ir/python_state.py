@@ -60,7 +60,7 @@ def _shown(value: Any) -> Any:
 
 
 def _flat(state: Any) -> Any:
-    """Where one of NumPy's generators stands, its hundreds of numbers as bytes: they are compared, and read by nobody."""
+    """Where one of NumPy's generators stands, its hundreds of numbers as bytes: they are compared, not read."""
     if isinstance(state, Mapping):
         return tuple((name, _flat(part)) for name, part in state.items())
     return state if isinstance(state, PLAIN) else state.tobytes()
