@@ -78,7 +78,7 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         return 44
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = (torch.arange(8) + index) % 16
+        tokens = (torch.arange(12) + index) % 16
         return {"input_ids": tokens, "labels": tokens}
 
 

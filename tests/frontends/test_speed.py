@@ -14,7 +14,7 @@ import zoo
 from conjoin.frontends import capture
 
 SECONDS = 15.0
-LAYERS = {"inception-v3": (1, 1), "llama-7b": (16, 32), "bert-large": (6, 24)}
+LAYERS = {"inception-v3": (1, 1), "llama-7b": (16, 32)}
 """So many of how many: of a stack of layers that is like another one a part may take its part of the time."""
 
 
