@@ -9,7 +9,8 @@ simulator assumes (section 3.4, A1): that seconds depend on sizes, not on values
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -41,7 +42,9 @@ class CostModel:
         self._stores = tuple(stores)
         self._profiles = shipped_profiles() if profiles is None else tuple(profiles)
         self._devices: dict[int, DeviceCosts] = {}
-        """By the identity of the device type, which is kept alive here: comparing two takes longer than an answer."""
+        """By the identity of the device type: comparing two takes longer than an answer."""
+        self._asked: list[DeviceType] = []
+        """Those types, kept alive: no other has the identity of one."""
         self._tf32 = False
         self._in_tf32: CostModel | None = None
 
@@ -83,18 +86,36 @@ class CostModel:
 
     def _open(self, device: DeviceType) -> DeviceCosts:
         """All that stores and profiles know of a device."""
-        names = {device.name, preset_name(device)}
-        profiles = [profile for profile in self._profiles if profile.device in names]
         of_any_torch = [store.outcomes(device.name) for store in self._stores]
         of_this_torch = [store.outcomes(device.name, torch.__version__) for store in self._stores]
         own = _measured(*of_any_torch, *of_this_torch)
-        every = _measured(*(profile.outcomes for profile in profiles), own.values())
-        basis = Basis(profiles[-1].fit) if profiles else borrow(device, {p.device: p.fit for p in self._profiles})
-        if len(own) >= _FITTED and not device.efficiency:
-            fit = fit_efficiencies(own.values(), device)
-            basis = Basis(join_fits(basis.fit, fit) if basis.fit and device.kind == "cuda" else fit)
-        costs = self._devices[id(device)] = DeviceCosts(device, every, basis, tf32=self._tf32)
+        if own or self._profiles is not shipped_profiles():
+            costs = _known_of(device, self._profiles, own, tf32=self._tf32)
+        else:
+            costs = _shipped(device, self._tf32)
+        self._asked.append(device)
+        self._devices[id(device)] = costs
         return costs
+
+
+@lru_cache(32)
+def _shipped(device: DeviceType, tf32: bool) -> DeviceCosts:
+    """What is known of a device where nobody has measured: every model of a process asks for the same calls again."""
+    return _known_of(device, shipped_profiles(), {}, tf32=tf32)
+
+
+def _known_of(
+    device: DeviceType, profiles: Sequence[Profile], own: Mapping[str, Measurement], *, tf32: bool
+) -> DeviceCosts:
+    """All that profiles and a user's own measurements tell of a device."""
+    names = {device.name, preset_name(device)}
+    found = [profile for profile in profiles if profile.device in names]
+    every = _measured(*(profile.outcomes for profile in found), own.values())
+    basis = Basis(found[-1].fit) if found else borrow(device, {p.device: p.fit for p in profiles})
+    if len(own) >= _FITTED and not device.efficiency:
+        fit = fit_efficiencies(own.values(), device)
+        basis = Basis(join_fits(basis.fit, fit) if basis.fit and device.kind == "cuda" else fit)
+    return DeviceCosts(device, every, basis, tf32=tf32)
 
 
 def _measured(*sources: Iterable[Outcome]) -> dict[str, Measurement]:

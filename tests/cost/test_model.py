@@ -303,7 +303,17 @@ def test_of_measured_calls_only_those_of_a_kind_are_estimated(monkeypatch: pytes
         return estimates(self, call, needs)
 
     monkeypatch.setattr(DeviceCosts, "_estimates", noted)
-    CostModel().operator(*read_key(key), H200)  # type: ignore[misc]
+    fresh = CostModel(profiles=list(shipped_profiles()))  # that shares nothing with other models
+    fresh.operator(*read_key(key), H200)  # type: ignore[misc]
     (profile,) = (profile for profile in shipped_profiles() if profile.device == H200.name)
     of_convolutions = sum(outcome.key.startswith("conv2d ") for outcome in profile.outcomes)
     assert 0 < len(asked) < of_convolutions / 10
+
+
+def test_what_one_model_has_priced_another_of_the_process_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of an equal device that is another object; a model with profiles of its own asks for itself."""
+    call, device = Call("relu", (TensorType((7, 11, 13), torch.float32),)), replace(H200, memory_bytes=2**33)
+    known = CostModel().operator(call, (0,), device)
+    monkeypatch.setattr(DeviceCosts, "find", lambda *_: None)
+    assert CostModel().operator(call, (0,), replace(device)) is known
+    assert CostModel(profiles=()).operator(call, (0,), device) is None

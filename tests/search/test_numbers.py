@@ -25,8 +25,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "strategy"), CASES, ids=[f"{name}-{strategy}" for name, strategy in CASES])
 def test_a_plan_trains_as_one_device_does(name: str, strategy: str) -> None:
-    model, batch, _ = zoo.build(f"{name}:tiny", batch_size=6)
-    graph = captured(name, 6)
+    size = 4 if "megatron" in strategy else 6  # samples that do not divide, where they are split over all
+    model, batch, _ = zoo.build(f"{name}:tiny", batch_size=size)
+    graph = captured(name, size)
     plan = make_plan(graph, Machine("local", 1, 4, "cpu"), strategy)
     found = verify_in_process(Case(plan, graph, model, batch), num_steps=2)
     assert found.passed, found.differences[:5]

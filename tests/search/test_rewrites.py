@@ -49,7 +49,7 @@ def test_ways_go_both_ways_and_name_their_proof() -> None:
 
 
 def test_a_rule_is_applied_wherever_it_matches() -> None:
-    variant = make_variant(captured("dlrm", 8))
+    variant = make_variant(captured("dlrm"))
     found = rewritten(variant, way("embedding_bag", "sum"), Index(variant.graph))
     assert found is not None and found.fault() == ""
     changed = found.variant
@@ -58,7 +58,7 @@ def test_a_rule_is_applied_wherever_it_matches() -> None:
 
 
 def test_a_rule_that_matches_nowhere_changes_nothing() -> None:
-    variant = make_variant(captured("mlp", 8))
+    variant = make_variant(captured("mlp"))
     assert rewritten(variant, way("embedding_bag", "sum"), Index(variant.graph)) is None
 
 
@@ -78,7 +78,7 @@ FUSED = way("relu", "bias")
 
 
 def test_a_rule_may_be_applied_where_operators_are_laid_out_alike() -> None:
-    variant = make_variant(captured("mlp", 8))
+    variant = make_variant(captured("mlp"))
     layers = [node for node in variant.graph.nodes if node.op == "linear"]
     relus = count(variant, "relu")
     assert relus > 2
@@ -90,7 +90,7 @@ def test_a_rule_may_be_applied_where_operators_are_laid_out_alike() -> None:
 
 def test_layers_are_fused_only_where_that_pays() -> None:
     """Every second layer loses by it, as one does whose sums lie on several devices."""
-    variant = make_variant(captured("mlp", 8))
+    variant = make_variant(captured("mlp"))
     layers = [node for node in variant.graph.nodes if node.op == "linear"]
     loses = {layer.inputs[1] for layer in layers[::2]}
 
@@ -109,7 +109,7 @@ def test_layers_are_fused_only_where_that_pays() -> None:
 
 
 def test_the_cheapest_variant_is_found_in_several_steps() -> None:
-    variant = make_variant(captured("dlrm-cat", 8))
+    variant = make_variant(captured("dlrm-cat"))
 
     def seconds(some: Variant) -> float:
         return 10.0 + count(some, "conjoin::embedding_bag") + count(some, "linear")
@@ -125,8 +125,8 @@ def test_the_cheapest_variant_is_found_in_several_steps() -> None:
 
 @pytest.mark.parametrize("name", ["dlrm-cat", "candle-uno", "bert-base"])
 def test_plans_of_rewritten_variants_compute_what_the_model_computes(name: str) -> None:
-    model, batch, _ = zoo.build(f"{name}:tiny", batch_size=8)
-    graph, machine = captured(name, 8), Machine("four", 2, 2, "cpu")
+    model, batch, _ = zoo.build(f"{name}:tiny", batch_size=4)
+    graph, machine = captured(name), Machine("four", 2, 2, "cpu")
     variant, num_ways = make_variant(graph), 0
     for one in WAYS:
         changed = rewritten(variant, one, Index(variant.graph)) if num_ways < 3 else None

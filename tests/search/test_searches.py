@@ -10,6 +10,7 @@ import pytest
 import zoo
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError, UsageError
+from conjoin.ir import Graph
 from conjoin.machine import Machine, parse_machine
 from conjoin.runtime import Case, verify_in_process
 from conjoin.search import Remembered, SearchResult, Stopped, Wish, find_plan, make_plan, search_names
@@ -26,32 +27,32 @@ from tests.search.small import small
 MACHINE = "p3.8xlarge"
 
 
-def search(name: str, machine: str = MACHINE, **wish: object) -> SearchResult:
+def search(graph: Graph, machine: str = MACHINE, **wish: object) -> SearchResult:
     asked = Wish(**{"budget": 3600.0, **wish})  # type: ignore[arg-type]
-    return find_plan(captured(name, 8), parse_machine(machine), CostModel(), asked)
+    return find_plan(graph, parse_machine(machine), CostModel(), asked)
 
 
 @pytest.mark.parametrize("name", search_names())
 def test_no_search_is_worse_than_the_named_strategies(name: str) -> None:
-    found = search("mlp", search=name, budget=5.0, steps=40)
+    found = search(small(), search=name, steps=40)
     assert found.seconds_per_step <= found.baseline_seconds_per_step and found.ratio >= 1
     predicted = predict(found.plan, parse_machine(MACHINE), CostModel())
     assert predicted.seconds == found.seconds_per_step and predicted.memory.peak == found.peak_bytes
 
 
 OBJECTIVES = ((0.0, 0.0), (0.8, 1e-6))
-MODELS = ("mlp", "bert-base", "gpt-125m", "dlrm", "lenet", "rnnlm-2step", "moe-8x7b", "resnet-50")
+MODELS = ("mlp", "bert-base", "dlrm", "rnnlm-2step", "moe-8x7b", "resnet-50")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_of_the_exact_core_compute_what_the_model_computes(name: str) -> None:
-    model, batch, _ = zoo.build(f"{name}:tiny", batch_size=8)
-    graph, machine = captured(name, 8), Machine("four", 2, 2, "cpu")
+    model, batch, _ = zoo.build(f"{name}:tiny", batch_size=4)
+    graph, machine = captured(name), Machine("four", 2, 2, "cpu")
     contest = Contest(graph, machine, SlowDevices(), "adam", 1 << 40, 60.0)
     variant = make_variant(*expanded(graph))
     joint = JointSearch(contest, [variant])
     names = set()
-    for overlap, price in OBJECTIVES if name in MODELS[:2] else OBJECTIVES[len(name) % 2 :][:1]:
+    for overlap, price in OBJECTIVES if name == "mlp" else OBJECTIVES[len(name) % 2 :][:1]:
         contest.best = None
         outcome = joint.try_out(variant, next(cuts(machine.mesh, 2)), joint.objective(overlap, price))
         assert outcome is not None
@@ -74,12 +75,12 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 
 def test_without_time_the_best_named_strategy_is_returned() -> None:
-    found = search("mlp", budget=0.0)
+    found = search(small(), budget=0.0)
     assert found.stopped is Stopped.OUT_OF_TIME and found.baseline == found.plan.strategy
 
 
 def test_on_one_device_only_the_graph_can_change() -> None:
-    found = search("mlp", machine="laptop")
+    found = search(small(), machine="laptop")
     assert found.baseline == "single" and found.plan.mesh.size == 1 and found.stopped is Stopped.CONVERGED
     if found.plan.strategy != "single":
         assert found.plan.substitutions and found.seconds_per_step < found.baseline_seconds_per_step
@@ -87,13 +88,13 @@ def test_on_one_device_only_the_graph_can_change() -> None:
 
 def test_a_prime_number_of_devices_and_a_batch_that_does_not_divide() -> None:
     machine = Machine("five", 1, 5, "cpu")
-    contest = Contest(captured("mlp", 8), machine, SlowDevices(), "adam", 1 << 40, 60.0)
-    JointSearch(contest, [make_variant(captured("mlp", 8))]).run()
-    assert contest.best is not None and plan_of(contest.best, captured("mlp", 8), machine).mesh.size == 5
+    contest = Contest(small(), machine, SlowDevices(), "adam", 1 << 40, 60.0)
+    JointSearch(contest, [make_variant(small())]).run()
+    assert contest.best is not None and plan_of(contest.best, small(), machine).mesh.size == 5
 
 
 def test_a_plan_of_the_users_is_a_start() -> None:
-    graph, machine, start = captured("candle-uno", 8), parse_machine(MACHINE), search("candle-uno", steps=60).plan
+    graph, machine, start = small(), parse_machine(MACHINE), search(small(), steps=40).plan
     named = find_plan(graph, machine, CostModel(), Wish(search="named", budget=0.0))
     found = find_plan(graph, machine, CostModel(), Wish(search="named", budget=0.0), start=[start])
     assert found.plan.graph == start.graph and found.seconds_per_step < named.seconds_per_step
@@ -101,12 +102,12 @@ def test_a_plan_of_the_users_is_a_start() -> None:
 
 def test_what_does_not_fit_is_told_with_what_takes_most() -> None:
     with pytest.raises(StrategyError, match=r"needs .*iB of a device for its tensors, and 1.95 KiB may be used. Most"):
-        search("mlp", memory=2000, steps=20)
+        search(small(), memory=2000, steps=20)
 
 
 def test_memory_that_is_scarce_is_kept_to() -> None:
-    free = search("candle-uno", steps=30)
-    tight = search("candle-uno", memory=int(free.peak_bytes * 0.8), steps=30)
+    free = search(small(), steps=20)
+    tight = search(small(), memory=int(free.peak_bytes * 0.8), steps=20)
     assert tight.peak_bytes <= free.peak_bytes * 0.8 and tight.seconds_per_step >= free.seconds_per_step
 
 
@@ -115,15 +116,15 @@ def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(JointSearch, "run", interrupted)
-    assert search("mlp").stopped is Stopped.INTERRUPTED
+    assert search(small()).stopped is Stopped.INTERRUPTED
 
 
 def test_steps_are_counted() -> None:
-    assert search("mlp", steps=3).stopped is Stopped.OUT_OF_STEPS
+    assert search(small(), steps=3).stopped is Stopped.OUT_OF_STEPS
     machine = Machine("four", 1, 4, "cpu")
-    contest = Contest(captured("mlp", 8), machine, SlowDevices(), "adam", 1 << 40, 60.0, steps_left=0)
+    contest = Contest(small(), machine, SlowDevices(), "adam", 1 << 40, 60.0, steps_left=0)
     with pytest.raises(Enough, match="out of steps"):
-        contest.enter_plan(make_plan(captured("mlp", 8), contest.machine, "data-parallel"))
+        contest.enter_plan(make_plan(small(), contest.machine, "data-parallel"))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_steps_are_counted() -> None:
 )
 def test_wishes_that_make_no_sense_are_told(wish: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        search("mlp", **wish)
+        search(small(), **wish)
 
 
 def test_what_was_found_is_remembered(tmp_path: Path) -> None:

@@ -50,22 +50,20 @@ PAPERS = ("unity", "sequential", "taso-then-flexflow", "mcmc", "coordinate", "ex
 
 def search(model: str, machine: str = "p3.8xlarge", **wish: object) -> SearchResult:
     asked = Wish(**{"budget": 3600.0, "steps": 60, **wish})  # type: ignore[arg-type]
-    return find_plan(captured(model, 8), parse_machine(machine), CostModel(), asked)
+    return find_plan(captured(model), parse_machine(machine), CostModel(), asked)
 
 
 def slow_contest(model: str, machine: Machine | None = None, steps: int | None = None) -> Contest:
     machine = machine or Machine("four", 2, 2, "cpu")
-    return Contest(captured(model, 8), machine, SlowDevices(), "adam", 1 << 40, 120.0, steps_left=steps)
+    return Contest(captured(model), machine, SlowDevices(), "adam", 1 << 40, 120.0, steps_left=steps)
 
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_never_worse_and_the_same_for_a_seed(name: str) -> None:
-    one, other = (search("lenet", search=name, seed=3, steps=12) for _ in range(2))
+    one, other = (search("dlrm", search=name, seed=3, steps=8) for _ in range(2))
     assert one.seconds_per_step <= one.baseline_seconds_per_step
     assert str(one.plan.graph) == str(other.plan.graph) and one.num_plans == other.num_plans
-    assert one.num_plans <= 12
-    tables = search("dlrm", search=name, seed=3, steps=8)
-    assert tables.seconds_per_step <= tables.baseline_seconds_per_step
+    assert one.num_plans <= 8
 
 
 @pytest.mark.parametrize("name", ["mcmc", "taso-then-flexflow", "random"])
@@ -102,7 +100,7 @@ def test_a_walk_finds_better_plans_and_they_can_be_made() -> None:
 
 @pytest.mark.parametrize("devices", [4, 6])
 def test_walks_time_plans_as_full_simulation_does(devices: int) -> None:
-    """Also where a change makes devices differ that were simulated as one: 8 samples on 6 devices."""
+    """Also where a change makes devices differ that were simulated as one: 4 samples on 3 pairs of devices."""
     contest = slow_contest("mlp", Machine("some", 1, devices, "cpu"), steps=80)
     seen: list[tuple[Layouts, float]] = []
     judge = contest.judge
@@ -192,7 +190,7 @@ def test_descending_layer_by_layer_never_goes_up_and_cannot_beat_the_exact_core(
 
 
 def test_graphs_are_cut_where_all_paths_meet() -> None:
-    chain, branches = (make_variant(captured(name, 8)).skeleton for name in ("mlp", "bert-base"))
+    chain, branches = (make_variant(captured(name)).skeleton for name in ("mlp", "bert-base"))
     for skeleton in chain, branches:
         positions = cut_positions(skeleton)
         assert positions and all(b - a >= MIN_PART for a, b in pairwise([-1, *positions]))

@@ -58,7 +58,7 @@ def prices() -> RoundPrices:
     return RoundPrices()
 
 
-def tiny_graph(name: str, batch_size: int = 8) -> Graph:
+def tiny_graph(name: str, batch_size: int = 4) -> Graph:
     return captured(name, batch_size)
 
 
@@ -66,7 +66,7 @@ def tiny_graph(name: str, batch_size: int = 8) -> Graph:
 def tiny_plan() -> Callable[..., Plan]:
     """Plans of tiny models of the zoo."""
 
-    def make(name: str, machine: str, strategy: str, batch_size: int = 8) -> Plan:
+    def make(name: str, machine: str, strategy: str, batch_size: int = 4) -> Plan:
         return make_plan(tiny_graph(name, batch_size), parse_machine(machine), strategy)
 
     return make

@@ -103,11 +103,11 @@ def test_nothing_takes_no_time() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        ("mlp", "local:4", "data-parallel", 8),
-        ("bert-base", "local:4", "megatron", 8),
+        ("mlp", "local:4", "data-parallel", 4),
+        ("bert-base", "local:4", "megatron", 4),
         ("gpt-125m", "summit:1", "fsdp", 11),
-        ("alexnet", "local:4", "spatial", 8),
-        ("dlrm", "local:4", "table-parallel", 9),
+        ("alexnet", "local:4", "spatial", 4),
+        ("dlrm", "local:4", "table-parallel", 11),
     ],
     ids=lambda asked: f"{asked[0]} {asked[2]}",
 )

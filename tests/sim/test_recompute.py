@@ -43,21 +43,21 @@ def recomputing(plan: Plan, length: int) -> Plan:
 
 
 CASES = [
-    ("mlp", "local:4", "data-parallel"),
-    ("bert-base", "local:8", "megatron:sp"),
-    ("gpt-125m", "summit:1", "fsdp"),
-    ("alexnet", "local:4", "spatial"),
+    ("mlp", "local:4", "data-parallel", 4),
+    ("bert-base", "local:8", "megatron:sp", 4),
+    ("gpt-125m", "summit:1", "fsdp", 11),
+    ("alexnet", "local:4", "spatial", 4),
 ]
 
 
-@pytest.mark.parametrize(("name", "machine", "strategy"), CASES)
+@pytest.mark.parametrize(("name", "machine", "strategy", "batch_size"), CASES)
 def test_a_change_gives_what_a_simulation_from_the_beginning_gives(
-    name: str, machine: str, strategy: str, tiny_plan: Callable[..., Plan], prices: Prices
+    name: str, machine: str, strategy: str, batch_size: int, tiny_plan: Callable[..., Plan], prices: Prices
 ) -> None:
-    simulation = simulate(recomputing(tiny_plan(name, machine, strategy), 7), prices, unfold=True)
+    simulation = simulate(recomputing(tiny_plan(name, machine, strategy, batch_size), 7), prices, unfold=True)
     assert simulation.program.again
     rng, made = Random(1), 0
-    while made < 30:
+    while made < 18:
         change = random_change(simulation.program, rng)
         if change is not None:
             made += 1
@@ -72,11 +72,11 @@ def full(simulation: Simulation) -> Simulation:
     return simulate_layouts(program.skeleton, layouts, program.drafts, program.regathered, program.segments)
 
 
-@pytest.mark.parametrize(("name", "machine", "strategy"), CASES)
+@pytest.mark.parametrize(("name", "machine", "strategy", "batch_size"), CASES)
 def test_what_is_run_again_takes_its_forward_time_and_no_more(
-    name: str, machine: str, strategy: str, tiny_plan: Callable[..., Plan], prices: Prices
+    name: str, machine: str, strategy: str, batch_size: int, tiny_plan: Callable[..., Plan], prices: Prices
 ) -> None:
-    plan = tiny_plan(name, machine, strategy)
+    plan = tiny_plan(name, machine, strategy, batch_size)
     plain, again = (break_down(simulate(p, prices).timeline) for p in (plan, recomputing(plan, 7)))
     assert plain.recompute == 0.0 < again.recompute <= again.forward
     assert again.forward == plain.forward and again.backward == pytest.approx(plain.backward)

@@ -73,9 +73,9 @@ def test_devices_of_two_types_are_told_apart(tiny_plan: Callable[..., Plan]) -> 
 @pytest.mark.parametrize(
     ("name", "machine", "strategy", "batch_size"),
     [
-        ("gpt-125m", "local:15", "data-parallel", 22),
-        ("gpt-125m", "local:6", "megatron:tp=3,dp=2,sp", 5),
-        ("resnet-50", "local:6", "spatial:h=3,dp=2", 3),
+        ("gpt-125m", "local:6", "data-parallel", 11),
+        ("gpt-125m", "local:6", "megatron:tp=3,dp=2,sp", 11),
+        ("resnet-50", "local:6", "spatial:h=3,dp=2", 4),
         ("mlp", "dgx-h100:2", "fsdp", 37),
     ],
 )
