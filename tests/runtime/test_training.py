@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,6 @@ from zoo.tokens import next_token_loss
 Run = Callable[[Any, Any], Tensor]
 
 
-def _compiled(step: Any, batch: Any) -> Tensor:
-    torch.compiler.reset()
-    return torch.compile(step, backend="aot_eager")(batch)  # type: ignore[no-any-return]
-
-
 def _checkpointed(step: Any, batch: Any) -> Tensor:
     return checkpoint(step, batch, use_reentrant=False)  # type: ignore[no-any-return]
 
@@ -43,7 +39,6 @@ def _autocast(step: Any, batch: Any) -> Tensor:
 
 WAYS: dict[str, Run] = {
     "eager": lambda step, batch: step(batch),
-    "compiled": _compiled,
     "checkpointed": _checkpointed,
     "autocast": _autocast,
 }
@@ -56,18 +51,51 @@ def _gradients(step: Any, run: Run, batch: Any) -> tuple[float, list[float]]:
     return loss.item(), [p.grad.double().norm().item() for p in step.parameters()]
 
 
-def _all_ways(rank: int, plan: Any, model: Any, batch: Any, names: Any) -> dict[str, tuple[float, list[float]]]:
+def _all_ways(rank: int, plan: Any, model: Any, batch: Any) -> dict[str, tuple[float, list[float]]]:
+    return {name: _gradients(load(plan, copy.deepcopy(model)), run, batch) for name, run in WAYS.items()}
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "fsdp", "megatron"])
+def test_checkpoint_and_autocast_train_the_same(strategy: str) -> None:
+    for found in launch(2, _all_ways, *_gpt_by(strategy)):
+        loss, gradients = found["eager"]
+        _assert_the_same(found["checkpointed"], found["eager"])
+        assert found["autocast"][0] == pytest.approx(loss, rel=1e-2)
+        assert found["autocast"][0] != loss
+        assert found["autocast"][1] == pytest.approx(gradients, rel=0.2, abs=1e-3)
+
+
+def _gpt_by(strategy: str) -> tuple[Any, nn.Module, Tensor]:
+    config = GptConfig(layers=1, width=16, heads=4, length=8, vocabulary=32)
+    torch.manual_seed(0)
+    model, batch = Gpt(config).train(), gpt_batch(4, config)
+    return make_plan(capture(model, batch, next_token_loss), parse_machine("local:2"), strategy), model, batch
+
+
+def _assert_the_same(found: tuple[float, list[float]], eager: tuple[float, list[float]]) -> None:
+    assert found[0] == pytest.approx(eager[0], rel=1e-5)
+    assert found[1] == pytest.approx(eager[1], rel=1e-3, abs=1e-6)
+
+
+SIZES = {"fsdp": (8, 8, 4), "megatron": (8,)}
+"""Of the batches that compiled steps take, by strategy."""
+
+
+def _compiled_and_plain(rank: int, plans: dict[str, Any], whole: Any, folder: str) -> tuple[Any, ...]:
+    """Each strategy, and a whole model compiled and not: in one process, where the compiler is imported once."""
     warnings.simplefilter("ignore")  # of the compiler about itself
-    found = {}
-    for name in names:
-        step = load(plan, copy.deepcopy(model))
-        found[name] = _gradients(step, WAYS[name], batch)
-    return found
+    pairs = {name: _pairs(plan, SIZES[name], f"{folder}/{name}") for name, plan in plans.items()}
+    plan, model, batch = whole
+    return pairs, [_gradients(load(plan, copy.deepcopy(model)), run, batch) for run in (_compiled, WAYS["eager"])]
 
 
-def _compiled_and_plain(rank: int, plan: Any, sizes: tuple[int, ...], folder: str) -> list[tuple[float, float]]:
-    """Of batches of changing sizes the loss and the scores beside it, and the norm of the gradients that add up."""
-    warnings.simplefilter("ignore")
+def _compiled(step: Any, batch: Any) -> Tensor:
+    torch.compiler.reset()
+    return torch.compile(step, backend="aot_eager")(batch)  # type: ignore[no-any-return]
+
+
+def _pairs(plan: Any, sizes: tuple[int, ...], folder: str) -> list[tuple[float, float]]:
+    """Of batches of some sizes the loss and the scores beside it, and the norm of the gradients that add up."""
     torch.compiler.reset()
     step, plain = conjoin.load(plan, Scores().double()), Scores().double()
     compiled, found = torch.compile(step, backend="aot_eager"), []
@@ -82,32 +110,13 @@ def _compiled_and_plain(rank: int, plan: Any, sizes: tuple[int, ...], folder: st
     return [*found, tuple(norm.item() for norm in norms)]
 
 
-@pytest.mark.parametrize(("strategy", "sizes"), [("fsdp", (8, 8, 4, 6)), ("megatron", (8, 4))])
-def test_compiled_steps_add_up_gradients_of_batches_of_any_size(
-    strategy: str, sizes: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_compiled_steps_add_up_gradients_of_batches_of_any_size(tmp_path: Path) -> None:
     """Gradients are there when the compiler looks at parameters again, and what talks to other ranks is not for it."""
-    for found in launch(2, _compiled_and_plain, plan_by(strategy)[0], sizes, str(tmp_path / "checkpoint")):
-        for compiled, plain in found:
-            assert compiled == pytest.approx(plain, rel=1e-9)
-
-
-@pytest.mark.parametrize("strategy", ["data-parallel", "fsdp", "megatron"])
-def test_compile_checkpoint_and_autocast_train_the_same(strategy: str) -> None:
-    """What is compiled is judged above too: here a whole model, which takes long."""
-    config = GptConfig(layers=1, width=16, heads=4, length=8, vocabulary=32)
-    names = [name for name in WAYS if name != "compiled" or strategy == "data-parallel"]
-    torch.manual_seed(0)
-    model, batch = Gpt(config).train(), gpt_batch(4, config)
-    plan = make_plan(capture(model, batch, next_token_loss), parse_machine("local:2"), strategy)
-    for found in launch(2, _all_ways, plan, model, batch, names):
-        loss, gradients = found["eager"]
-        for name in {"compiled", "checkpointed"}.intersection(names):
-            assert found[name][0] == pytest.approx(loss, rel=1e-5), name
-            assert found[name][1] == pytest.approx(gradients, rel=1e-3, abs=1e-6), name
-        assert found["autocast"][0] == pytest.approx(loss, rel=1e-2)
-        assert found["autocast"][0] != loss
-        assert found["autocast"][1] == pytest.approx(gradients, rel=0.2, abs=1e-3)
+    plans = {strategy: plan_by(strategy)[0] for strategy in SIZES}
+    for pairs, (compiled, eager) in launch(2, _compiled_and_plain, plans, _gpt_by("data-parallel"), str(tmp_path)):
+        for by_compiler, plain in chain.from_iterable(pairs.values()):
+            assert by_compiler == pytest.approx(plain, rel=1e-9)
+        _assert_the_same(compiled, eager)
 
 
 def _scaled_steps(rank: int, plan: Any, model: Any, batch: Any) -> tuple[list[float], bool, float]:
