@@ -1,11 +1,12 @@
 """In how many chunks it is fastest to pass on what goes between the stages of a pipeline.
 
 More chunks let the hosts of a chain work at the same time, and cost a latency each. How much depends on the links: the
-numbers 1, 2, 4 ... are tried on the simulator until they no longer help, then those beside the best.
+numbers 1, 4, 16 ... are tried on the simulator, then those between the best and its neighbours.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,6 +22,9 @@ LEAST_BYTES = 2**12
 """Of a usual chunk: with smaller ones latencies are all there is."""
 NEAR = 1.01
 """Of numbers that are as fast the least is taken."""
+MANY, WORSE = 64, 1.2
+"""From as many chunks on more of them are not tried where that is so much slower. Fewer may be slower than one and more
+than they are faster: a rank is ready only for some rounds ahead."""
 
 _Side = tuple[Layout, Grid]
 
@@ -69,14 +73,17 @@ def fastest_chunks(plan: TransferPlan, machine: Machine) -> int:
         return 1
     sizes = plan.cells.y - plan.cells.x
     most = max(1, min(MOST, int(sizes.mean()) * plan.itemsize // LEAST_BYTES))
-    seconds = {1: crossing_seconds(replace(plan, chunks=1), plan.itemsize, machine)}
-    best, count = 1, 2
-    while count <= most and count <= 4 * best:
-        seconds[count] = crossing_seconds(replace(plan, chunks=count), plan.itemsize, machine)
-        best = min(seconds, key=lambda each: seconds[each])
-        count *= 2
-    for count in (best * 3 // 4, best * 3 // 2):
-        if 1 <= count <= most and count not in seconds:
-            seconds[count] = crossing_seconds(replace(plan, chunks=count), plan.itemsize, machine)
-    least = min(seconds.values())
-    return min(count for count, each in seconds.items() if each <= least * NEAR)
+    seconds: dict[int, float] = {}
+
+    def best_of(counts: Iterable[int]) -> int:
+        for count in counts:
+            if 1 <= count <= most and count not in seconds:
+                seconds[count] = crossing_seconds(replace(plan, chunks=count), plan.itemsize, machine)
+                if count >= MANY and seconds[count] > WORSE * min(seconds.values()):
+                    break
+        return min(seconds, key=lambda count: seconds[count])
+
+    best = best_of((1, 4, 16, 64, 256))
+    best = best_of((best // 2, best * 2))
+    best = best_of((best * 3 // 4, best * 3 // 2))
+    return min(count for count in seconds if seconds[count] <= seconds[best] * NEAR)
