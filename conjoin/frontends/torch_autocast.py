@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def autocast_knows(op: OpOverload, device: str) -> bool:
@@ -38,6 +38,45 @@ def keep_cuda_autocast() -> Iterator[None]:
     finally:
         setattr(amp, missing, before[0])
         setattr(torch.cuda, supports, before[1])
+
+
+RECURRENT_CALLS: dict[Any, OpOverload] = {
+    torch.lstm: torch.ops.aten.lstm.input,
+    torch.gru: torch.ops.aten.gru.input,
+    torch.lstm_cell: torch.ops.aten.lstm_cell.default,
+    torch.gru_cell: torch.ops.aten.gru_cell.default,
+}
+"""Calls that export keeps whole, though on a CPU it is calls inside of them that autocast casts."""
+
+
+def recurrent_as_cast(call: Any, args: tuple[Any, ...], has_onednn: bool) -> Any:
+    """What a recurrent call gives under the autocast of this region on a CPU, by casts that a trace sees.
+
+    A kernel that takes all in the region's dtype is called so: what this host has is asked, with one sample of one
+    step, in which oneDNN is on where it was before the trace. Otherwise some of it is cast and some is not, and it is
+    taken apart, step by step.
+    """
+    op, dtype = RECURRENT_CALLS[call], torch.get_autocast_dtype("cpu")
+    given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    are_cast = all(tensor.device.type == "cpu" and tensor.dtype != torch.float64 for tensor in given)
+    whole = call in (torch.lstm, torch.gru) and not isinstance(args[2], list | tuple)  # rows of several lengths
+    if not torch.is_autocast_enabled("cpu") or autocast_knows(op, "cpu") or not are_cast or whole:
+        return call(*args)
+    x, states, *rest = args
+    with disable_current_modes(), torch.backends.mkldnn.flags(enabled=has_onednn), torch.no_grad():
+        x = torch.zeros([1] * (x.dim() - 1) + [x.shape[-1]], dtype=x.dtype, device="cpu")
+        made = call(x, *tree_map_only(Tensor, _of_one_sample, (states,)), *tree_map_only(Tensor, _zeros, rest))
+    if all(tensor.dtype == dtype for tensor in tree_leaves(made)):
+        return call(*tree_map_only(Tensor, lambda tensor: tensor.to(dtype), args))
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _of_one_sample(state: Tensor) -> Tensor:
+    return torch.zeros((*state.shape[:-2], 1, state.shape[-1]), dtype=state.dtype, device="cpu")
 
 
 _RECURRENT = ("aten::lstm", "aten::gru", "aten::gru_cell")

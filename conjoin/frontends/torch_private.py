@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
+from conjoin.frontends.torch_autocast import RECURRENT_CALLS, recurrent_as_cast
 from conjoin.ir import copied_model
 
 __all__ = [
@@ -405,7 +406,7 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 _LESS = frozenset((Tensor.lt, Tensor.__lt__, torch.lt))
 _GRADIENTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_FOLLOWED = _LESS | _GRADIENTS | {_DATA, Tensor.register_hook, torch.rand, torch.lstm}
+_FOLLOWED = _LESS | _GRADIENTS | RECURRENT_CALLS.keys() | {_DATA, Tensor.register_hook, torch.rand}
 
 
 class InnerGradient(Exception):
@@ -418,6 +419,7 @@ class FollowedCalls(TorchFunctionMode):
     `torch.rand(()) < p` for p <= 0 or p >= 1 holds never or always: published models skip layers at random that way,
     and with a rate of 0 by default. `x.data` is taken as `x.detach()`, which differs only in what autograd checks.
     A hook on a gradient is left out, and told to `note_hook`; what takes gradients itself is an `InnerGradient`.
+    Recurrent layers in a region of autocast are traced as they are cast on a CPU.
     torch 2.11 gives the states of an LSTM a dim too many. What has values and wants a gradient is none of the stand-ins
     for the model's parameters: `note_beside` is told, and whether it is read without a gradient.
     """
@@ -429,6 +431,7 @@ class FollowedCalls(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._draws: list[Tensor] = []
+        self._has_onednn = bool(torch.backends.mkldnn.enabled)  # a trace switches it off
         self._note_hook = note_hook
         self._note_beside = note_beside
 
@@ -450,7 +453,8 @@ class FollowedCalls(TorchFunctionMode):
         if func is Tensor.register_hook:
             self._note_hook(frame)
             return RemovableHandle(OrderedDict())
-        result = func(*args, **kwargs)
+        is_layer = func in RECURRENT_CALLS and not kwargs
+        result = recurrent_as_cast(func, args, self._has_onednn) if is_layer else func(*args, **kwargs)
         if func is torch.rand and result.dim() == 0:
             self._draws.append(result)
         if func is torch.lstm and result[1].dim() > args[1][0].dim():
