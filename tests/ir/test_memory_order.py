@@ -15,7 +15,7 @@ from conjoin.ir import Graph, Value, calls_as_they_lie, memory_order, parse_grap
 from conjoin.ops import Call, OpSpec, TensorType, all_ops, drawing, random_call, random_tensors, run_whole
 
 OVERLOADS = [(spec, name) for spec in all_ops() for name in spec.names]
-NUM_SEEDS = 6
+NUM_SEEDS = 3
 UNLIKE = {"max_pool3d", "max_pool3d_with_indices", "pixel_shuffle"}
 """Where many elements are not asked for data: few have no room for their windows or blocks."""
 

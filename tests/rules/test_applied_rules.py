@@ -89,8 +89,8 @@ def test_rules_keep_values_and_gradients(part: int) -> None:
 def test_rules_keep_what_vertices_make_of_their_neighbours() -> None:
     """All of them, also on graphs without edges, of one vertex, with loops and edges that are there twice."""
     over = [rule for rule in rules() if any(part.op in OVER_EDGES for part in operators_in(*rule.outputs))]
-    assert len(over) > 30 and sweep(over, range(4), torch.float64) > 0.9 * len(over)
-    graphs = [drawn(rule, seed, torch.float64) for rule in over for seed in range(4)]
+    assert len(over) > 30 and sweep(over, range(3), torch.float64) > 0.9 * len(over)
+    graphs = [drawn(rule, seed, torch.float64) for rule in over for seed in range(3)]
     assert any(0 in leaf.type.shape for graph in graphs if graph is not None for leaf in graph.leaves)
 
 
@@ -119,7 +119,7 @@ def test_elements_are_moved_whatever_they_are(dtype: torch.dtype) -> None:
     assert sweep(some, (0, 1), dtype) > 0.5 * len(some) > 3
 
 
-@pytest.mark.parametrize("seeds", [range(4), range(4, 8)])
+@pytest.mark.parametrize("seeds", [range(3), range(3, 6)])
 def test_rules_keep_what_random_programs_give(seeds: Iterable[int]) -> None:
     assert sum(map(_rewrites_of_program, seeds)) > 20
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from time import process_time
 from typing import Any
 
@@ -51,6 +52,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     yield now
 
 
+@cache
 def deep(width: int = 64, rows: int = 1024) -> Graph:
     """Layers whose activations take more memory than their parameters."""
     layers = [part for _ in range(8) for part in (nn.Linear(width, width), nn.GELU())]
@@ -58,7 +60,7 @@ def deep(width: int = 64, rows: int = 1024) -> Graph:
     return capture(nn.Sequential(*layers).train(), batch, functional.mse_loss)
 
 
-@pytest.mark.parametrize("budget", [3.0, 8.0, 20.0])
+@pytest.mark.parametrize("budget", [3.0, 20.0])
 @pytest.mark.parametrize("memory", [None, 1_500_000], ids=["all fit", "none fits before segments are run again"])
 def test_no_more_than_a_tenth_and_two_seconds_over(clock: list[float], budget: float, memory: int | None) -> None:
     wish = Wish(budget=budget, memory=memory)
@@ -88,6 +90,6 @@ def test_uneven_pieces_on_many_devices_take_no_longer() -> None:
         model, batch = Gpt(config).train(), gpt_batch(2160, config)
     graph, machine = capture(model, batch, next_token_loss), Machine.preset("dgx-a100", 240)
     started = process_time()
-    result = find_plan(graph, machine, CostModel(), Wish(budget=100, cpu_budget=4))
+    result = find_plan(graph, machine, CostModel(), Wish(budget=100, cpu_budget=3))
     assert result.steps > 1
-    assert process_time() - started <= 1.1 * 4 + 2
+    assert process_time() - started <= 1.1 * 3 + 2

@@ -38,7 +38,7 @@ from zoo.gpt import Gpt, GptConfig, gpt_batch
 from zoo.llama import Llama, LlamaConfig, llama_batch
 from zoo.tokens import next_token_loss
 
-MACHINE = parse_machine("dgx-h100:2")
+MACHINE = parse_machine("dgx-h100:2x4")
 LARGE = (14,)
 """Stacks whose tables are too large to be eliminated as they are."""
 DO_NOT_REPEAT = ("inception-v3", "nasnet-a", "u-transformer", "moe-8x7b")
@@ -115,7 +115,7 @@ def test_strategies_decide_the_same_on_few_blocks(model: Callable[[int], Graph],
     check_drafts(graph, [name for place, name in enumerate(names) if place % 3 in places])
 
 
-@pytest.mark.parametrize("name", ["megatron:tp=2,dp=8,sp,fsdp", "fsdp", "data-parallel"])
+@pytest.mark.parametrize("name", ["megatron:tp=2,dp=4,sp,fsdp", "fsdp", "data-parallel"])
 def test_stages_that_are_alike_are_drafted_once_and_as_each_alone(name: str) -> None:
     graph = gpt(6)
     stages = [stage.graph for stage in cut_in_stages(graph, _stage_of_blocks(graph))]
@@ -157,7 +157,7 @@ def test_forms_tell_graphs_apart_by_all_but_names() -> None:
 
 @pytest.mark.parametrize("name", DO_NOT_REPEAT)
 def test_models_that_do_not_repeat_are_drafted_as_ever(name: str) -> None:
-    graph = captured(name, 8 if name == "inception-v3" else 4)
+    graph = captured(name)
     short, full = (settled(graph, "megatron:tp=2", folded=folded) for folded in (True, False))
     assert (short is None) == (full is None)
     assert short is None or full is None or lay_out(short) == lay_out(full)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
+from math import inf
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_what_is_found_fits_and_is_no_slower_than_running_blocks_again() -> None
     graph, machine, costs = captured("gpt-125m", 32), one_gpu(), CostModel()
     whole = predict(make_plan(graph, machine, "single"), machine, costs, "adam").memory
     limit = whole.peak - whole.activations // 4
-    found = find_plan(graph, machine, costs, Wish("joint", 5.0, "adam", limit)).plan
+    found = find_plan(graph, machine, costs, Wish("joint", inf, "adam", limit, steps=30)).plan
     assert isinstance(found, Plan)
     told = predict(found, machine, costs, "adam")
     assert told.memory.peak <= limit
@@ -46,8 +47,8 @@ def named(name: str, bases: tuple[str, ...]) -> list[Prediction]:
 
 
 @pytest.mark.parametrize(("name", "bases", "part"), [
-    ("dgx-h200:1x1", ("single",), 0.05), ("dgx-h200:1x1", ("single",), 0.5), ("dgx-h200:1x1", ("single",), 0.9),
-    ("dgx-h200:1x2", ("ddp", "fsdp", "zero1"), 0.4),
+    ("dgx-h200:1x1", ("single",), 0.05), ("dgx-h200:1x1", ("single",), 0.9),
+    ("dgx-h200:1x2", ("fsdp", "zero1"), 0.4),
 ])  # fmt: skip
 def test_no_strategy_that_somebody_would_name_is_faster(name: str, bases: tuple[str, ...], part: float) -> None:
     """Under every limit that some of them keep to, the search begins with the fastest of those."""

@@ -19,7 +19,7 @@ from conjoin.sim import MachinePrices, Program, Simulation, measure_memory, new_
 from conjoin.sim.memory import measure_peak
 
 MACHINE = parse_machine("dgx-h100:1")
-NAMES = ("fsdp", "zero1", "megatron:tp=2,sp", "megatron:tp=2,sp,fsdp", "megatron:tp=4,sp,zero1", "data-parallel")
+NAMES = ("fsdp", "megatron:tp=2,sp,fsdp", "megatron:tp=4,sp,zero1", "data-parallel")
 BUNDLES = (1 << 10, 1 << 13, 1 << 15, 1 << 20)
 """Bytes for which parameters of a block travel alone, with those of a few blocks, or of all."""
 SEEDS = range(5)
@@ -47,7 +47,7 @@ class Stack(nn.Module):
     def __init__(self, rng: Random) -> None:
         super().__init__()
         width, inner, gated, bias = 32, rng.choice((64, 128)), rng.random() < 0.5, rng.random() < 0.7
-        count, odd = rng.randrange(12, 21), {0: 96, -1: 160}
+        count, odd = rng.randrange(12, 15), {0: 96, -1: 160}
         middle = rng.randrange(count) if rng.random() < 0.3 else None
         sizes = [inner] * count
         for place, other in odd.items():

@@ -69,13 +69,17 @@ def neighbours() -> tuple[nn.Module, Any, Any]:
 
 
 def held(plan: Plan, found: Sample) -> int:
-    """The most bytes that a step on one device holds there."""
+    """The most bytes that a step on one device holds there: of three, that in which memory of the host was free again
+    soonest, as what is taken there anew is not known to lie there."""
 
     def program(communicator: Communicator) -> int:
         module = module_on(plan, found, communicator)
         optimizer = torch.optim.Adam(module.parameters())
         module(*found.inputs).backward()
         optimizer.step()
+        return min(step_of(module, optimizer) for _ in range(3))
+
+    def step_of(module: Any, optimizer: torch.optim.Optimizer) -> int:
         gc.collect()  # what lies on the host goes back to be used again when nothing holds it, cycles of any age too
         offloading = module._program.local.carriers.offloading
         hosts = [] if offloading is None else [b.memory for some in offloading._free.values() for b in some]
