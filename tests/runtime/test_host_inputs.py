@@ -277,7 +277,7 @@ def peak_on_a_process(plan: Plan, given: Sample, num_bytes: int, communicator: C
 def test_what_is_told_of_a_rank_is_what_lives_on_its_device(
     make: Callable[[GnnConfig], nn.Module], vertices: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On processes: where ranks are threads, storages go from one to the other while both count them."""
+    """On processes: where ranks are threads, torch ended the process while both counted storages of each other."""
     monkeypatch.setattr(offloads, "BLOCK_BYTES", block)
     model, batch, graph = sample(make, vertices, 15 * vertices)
     if not is_compiled_for(batch[0]):
