@@ -12,7 +12,7 @@ from tests.fuzz.random_models import CASTS, CHECKS, PATTERNS, WRITES
 LEAST = 8
 """A line that nobody wrote down as a pattern is asked for where so many programs have one of its form."""
 LENGTH = 1.6
-"""The power of its lines that a program counts: twice as many small ones take no longer than fewer long ones."""
+"""A program counts as this power of its lines: so twice as many take a fifth longer than the fewest that have them."""
 
 
 def form(line: str) -> str:
