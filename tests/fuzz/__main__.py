@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tests.fuzz.comparing import STEPS, examine
-from tests.fuzz.cover import fewest, forms
+from tests.fuzz.cover import forms, small_cover
 from tests.fuzz.random_models import draw
 
 LIMIT = 120
@@ -79,11 +79,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS, help="of a search")
     parser.add_argument("--strategy", action="append", default=[], help="named, instead of a search; several times")
-    parser.add_argument("--cover", type=int, help="print the fewest of so many seeds that have every pattern, instead")
+    parser.add_argument("--cover", type=int, help="print small models of so many that have every pattern, instead")
     parser.add_argument("--out", type=Path, default=Path("findings.jsonl"))
     given = parser.parse_args()
     if given.cover is not None:
-        print(fewest({seed: forms(draw(seed)) for seed in range(given.cover)}))
+        print(small_cover({seed: forms(draw(seed)) for seed in range(given.cover)}))
         return 0
     wanted = range(given.seed_from, given.seed_from + given.count)
     known = {f["seed"]: f for f in _known(given.out) if f["seed"] in wanted}

@@ -7,7 +7,7 @@ import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from conjoin.ops.compiled_kernels import is_compiled_for
 from conjoin.report import diff_plans, explain, explanation_text
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.ranks.communicator import Communicator
-from conjoin.runtime.ranks.threads import alone, run_ranks
+from conjoin.runtime.ranks.threads import alone
 from conjoin.runtime.state.storage import Store
 from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from conjoin.search import Wish, find_plan, make_pipeline, make_plan
@@ -69,6 +69,16 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def sample(make: Callable[[GnnConfig], nn.Module], vertices: int = 40, edges: int = 160) -> tuple[Any, Any, Graph]:
     """A model in double precision, a graph with isolated vertices, loops and edges that are there twice, and both
     captured."""
+    model, batch = workload(make, vertices, edges)
+    return model, batch, graph_of(make, vertices, edges)
+
+
+@cache
+def graph_of(make: Callable[[GnnConfig], nn.Module], vertices: int, edges: int) -> Graph:
+    return capture(*workload(make, vertices, edges), F.cross_entropy)
+
+
+def workload(make: Callable[[GnnConfig], nn.Module], vertices: int, edges: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     model = make(SIZES).double()
     edge_index = torch.randint(vertices - 5, (2, edges))
@@ -76,8 +86,7 @@ def sample(make: Callable[[GnnConfig], nn.Module], vertices: int = 40, edges: in
     edge_index[0, 7:9] = edge_index[1, 7:9]
     weights = (torch.rand(edges, dtype=torch.float64),) if make in (Gcn, DeepGcn) else ()
     x = torch.randn(vertices, SIZES.features, dtype=torch.float64)
-    batch = (x, edge_index, *weights, torch.randint(4, (vertices,)))
-    return model, batch, capture(model, batch, F.cross_entropy)
+    return model, (x, edge_index, *weights, torch.randint(4, (vertices,)))
 
 
 def on_host(graph: Graph, strategy: str = "single", ranks: int = 1) -> Plan:
@@ -169,17 +178,17 @@ def test_parts_without_any_edge(kind: str) -> None:
 
 
 def on_a_process(plan: Plan, given: Sample, num_bytes: int, communicator: Communicator) -> tuple[tuple[Any, ...], int]:
-    offloads.BLOCK_BYTES, aggregation._FEW = num_bytes, 0
-    return together(plan, given, 2, communicator), peak_of_a_rank(plan, given, communicator)
+    peak = peak_on_a_process(plan, given, num_bytes, communicator)
+    return together(plan, given, 2, communicator), peak
 
 
 def test_on_processes_parts_train_as_the_plain_model_within_what_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offloads, "BLOCK_BYTES", 1 << 16)
-    model, batch, graph = sample(Gcn, 2000, 30000)
+    monkeypatch.setattr(offloads, "BLOCK_BYTES", 1 << 14)
+    model, batch, graph = sample(Gcn, 500, 7500)
     given, plan = Sample(graph, model, batch), on_host(graph, "vertex-parallel", 2)
-    found = run_processes(plan.mesh, partial(on_a_process, plan, given, 1 << 16), tmp_path)
+    found = run_processes(plan.mesh, partial(on_a_process, plan, given, 1 << 14), tmp_path)
     check(plan, alone_on(given, F.cross_entropy, 2), [trained for trained, _ in found])
     told = measure_memory(simulate(plan, Wanted()).program, "sgd", "cpu")
     if is_compiled_for(batch[0]):
@@ -259,18 +268,23 @@ def peak_of_a_rank(plan: Plan, given: Sample, communicator: Communicator) -> int
     return peak_on(module, tuple(parts), num_steps=5)
 
 
-@pytest.mark.parametrize(("make", "vertices"), [(Gat, 250), (Greatest, 2000)])
+def peak_on_a_process(plan: Plan, given: Sample, num_bytes: int, communicator: Communicator) -> int:
+    offloads.BLOCK_BYTES, aggregation._FEW = num_bytes, 0  # what torch does itself makes a row for every edge
+    return peak_of_a_rank(plan, given, communicator)
+
+
+@pytest.mark.parametrize(("make", "vertices", "block"), [(Gat, 250, 8_000), (Greatest, 2000, 256_000)])
 def test_what_is_told_of_a_rank_is_what_lives_on_its_device(
-    make: Callable[[GnnConfig], nn.Module], vertices: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[GnnConfig], nn.Module], vertices: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offloads, "BLOCK_BYTES", 2**5 * vertices)
+    """On processes: where ranks are threads, torch ended the process while both counted storages of each other."""
+    monkeypatch.setattr(offloads, "BLOCK_BYTES", block)
     model, batch, graph = sample(make, vertices, 15 * vertices)
     if not is_compiled_for(batch[0]):
         pytest.skip("no C compiler")
-    monkeypatch.setattr(aggregation, "_FEW", 0)  # what torch does itself makes a row for every edge
-    plan = on_host(graph, "vertex-parallel", 2)
+    plan, given = on_host(graph, "vertex-parallel", 2), Sample(graph, model, batch)
     told = measure_memory(simulate(plan, Wanted()).program, "sgd", "cpu")
-    peaks = run_ranks(plan.mesh, partial(peak_of_a_rank, plan, Sample(graph, model, batch)))
+    peaks = run_processes(plan.mesh, partial(peak_on_a_process, plan, given, block), tmp_path)
     assert told.peak == pytest.approx(max(peaks), rel=0.1)
 
 

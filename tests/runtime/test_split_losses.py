@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -85,13 +86,18 @@ def sample_of(loss: Loss, target: Tensor, model: nn.Module | None = None) -> Sam
     return Sample(capture(model, batch, loss), model, batch)
 
 
+@cache
+def sample_with(name: str) -> Sample:
+    torch.manual_seed(1)
+    loss, target = LOSSES[name]
+    return sample_of(loss, target())
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", LOSSES)
 def test_classes_are_split_and_training_is_as_on_one_device(name: str, ranks: int) -> None:
     """Fourteen classes on three and four ranks are uneven pieces."""
-    torch.manual_seed(1)
-    loss, target = LOSSES[name]
-    found = sample_of(loss, target())
+    found = sample_with(name)
     plan = make_plan(found.graph, parse_machine(f"local:{ranks}"), f"megatron:tp={ranks}")
     split = next(leaf for leaf in plan.graph.leaves if leaf.name == "head.weight").type.layout
     assert len(split) == len(plan.mesh.names)
