@@ -385,8 +385,10 @@ def simulate_plan(
 
 
 def _plan(plan: Plan | Pipeline | str | PathLike[str]) -> Plan | Pipeline:
-    """A plan, or the one in a file."""
-    return plan if isinstance(plan, Plan | Pipeline) else load_plan(_path(plan))
+    """A plan, or the one in a file; its precision is one that there is."""
+    found = plan if isinstance(plan, Plan | Pipeline) else load_plan(_path(plan))
+    _precision(found.precision or None)
+    return found
 
 
 def _path(plan: str | PathLike[str]) -> Path:

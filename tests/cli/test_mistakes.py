@@ -521,11 +521,16 @@ def test_a_second_training_into_a_folder_is_refused_while_the_first_one_runs(
 ) -> None:
     command = ["run", single, GOOD, "--checkpoint", "kept", "--resume", "--json", "--steps", "1"]
     first = FolderHold(str(folder / "kept"))
-    assert first.take() and not FolderHold(str(folder / "kept")).take()
+    assert first.take() is None and FolderHold(str(folder / "kept")).take()
     assert "Another one that is running" in run(*command).refused()
     first.let_go()
     assert run(*command).code == 0
     assert sorted(path.name for path in folder.iterdir() if "kept" in path.name) == ["kept"], "nothing is left over"
+
+
+def test_a_place_that_takes_no_files_is_told_before_the_first_step(single: str, run: Run) -> None:
+    refused = run("run", single, GOOD, "--steps", "1", "--checkpoint", "k" * 252)
+    assert "No file can be made beside it" in refused.refused() and "step" not in refused.out
 
 
 def test_a_folder_that_is_none_or_empty(single: str, run: Run, folder: Path) -> None:

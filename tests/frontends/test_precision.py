@@ -154,3 +154,22 @@ def test_complex_parameters_are_not_left_as_they_are_in_silence(precision: str) 
     with pytest.raises(UsageError, match=r"The parameter weight is of torch\.complex64") as told:
         conjoin.plan(model, batch, "local:2", loss=lambda y: y.abs().mean(), strategy="fsdp", precision=precision)
     assert_three_sentences(told.value)
+
+
+def test_a_plan_edited_to_a_precision_that_there_is_not_is_refused_when_it_is_explained() -> None:
+    model, batch = nn.Linear(4, 4), (torch.ones(8, 4),)
+    made = conjoin.plan(model, batch, "local:1", loss=torch.sum, strategy="single", precision="bf16")
+    edited = plan_from_json({**plan_to_json(made), "precision": "fp4"})
+    with pytest.raises(UsageError, match="fp4") as refused:
+        conjoin.explain(edited)
+    assert_three_sentences(str(refused.value))
+
+
+def test_a_plan_all_in_half_precision_says_how_to_give_it_the_model() -> None:
+    model, batch = nn.Linear(4, 4), (torch.ones(8, 4),)
+    made = conjoin.plan(model, batch, "local:1", loss=torch.sum, strategy="single", precision="bf16")
+    with pytest.raises(PlanError, match=r"Give it model.to\(torch.bfloat16\)") as refused:
+        conjoin.load(made, model, device="cpu")
+    assert_three_sentences(str(refused.value))
+    wide = batch[0].bfloat16()
+    assert torch.equal(conjoin.load(made, model.bfloat16(), device="cpu")(wide), model(wide).sum())

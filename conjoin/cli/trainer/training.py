@@ -148,12 +148,9 @@ class _Trainer:
         self._tokens = None if self._files.data is None else digest_of_tokens(self._files.data)
 
     def __enter__(self) -> _Trainer:
-        if not gathered(self._hold is None or self._hold.take())[0]:
-            raise CheckpointError(
-                f"The training was to keep its checkpoints in {self._files.checkpoint}. Another one that is running "
-                f"keeps its own there, and each would go on from what the other wrote. Wait for it, or name another "
-                f"folder."
-            )
+        obstacle = gathered(None if self._hold is None else self._hold.take())[0]
+        if obstacle is not None:
+            raise CheckpointError(f"The training was to keep its checkpoints in {self._files.checkpoint}. {obstacle}")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -260,7 +260,7 @@ def has_checkpoint(path: str | Path) -> bool:
     """Whether `load_checkpoint` would find one there, also where a save was killed that was about to replace it."""
     target = Path(os.path.abspath(path))
     is_empty = target.is_dir() and not any(target.iterdir())
-    return (target.exists() and not is_empty) or previous_of(target).exists()
+    return (target.exists() and not is_empty) or os.path.exists(previous_of(target))
 
 
 def previous_of(target: Path) -> Path:
