@@ -24,8 +24,8 @@ from conjoin.rules import Library
 from conjoin.search import find_plan, make_pipeline
 from conjoin.search.exact.space import OVERLAPS, objective_on
 from conjoin.search.exact.table_sum import sum_of
-from conjoin.search.rewrites import ways_of
 from conjoin.search.pipeline_bound import PipelineBound
+from conjoin.search.rewrites import ways_of
 from conjoin.search.stages.cells import find_cells
 from conjoin.search.stages.folds import shorten, stands_for
 from conjoin.search.stages.parts import Division, Part, divisions
