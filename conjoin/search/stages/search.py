@@ -44,9 +44,9 @@ _NEAR = 1.05
 """How far above the best a cutting may be by the formula to be built: so far is the timeline from it."""
 _SOON = 1.01
 """How much faster than the best a cutting has to be by its figures to be built before others are looked for."""
-_ROUGH = 1.1
-"""How far above what it takes at best a trial can be told to be by two cells in a row: schedules with less of a bubble
-than 1F1B, and cells that take less where they are more."""
+_ROUGH = 1.25
+"""How far above what it takes at best a trial can be told to be by two cells in a row and 1F1B: with half as many
+stages as micro-batches weight gradients that fill the bubble save so much, and cells take less where they are more."""
 _SOLVED = 2
 """Ways on each part whose layouts are solved."""
 _FASTER = 0.002
@@ -57,8 +57,8 @@ _TRIED = 3
 """Substitutions that are tried on each part, those first that gain the most on one device."""
 _REWRITTEN = 256
 """Operators of a row in which substitutions are looked for; in 669 it takes half a second (aarch64, 2026-11-18)."""
-_ROWS = 256
-"""Of a schedule that is played to see whether a cutting is of any use: it takes no time."""
+_ROWS = 1024
+"""Of a schedule that is played to see whether a cutting is of any use: it takes little time."""
 _BINDS = 1.002
 """How much slower than without a limit a cutting is where memory decides."""
 
