@@ -44,7 +44,7 @@ class PairLinks:
         >>> machine = Machine.preset("piz-daint", nodes=3)
         >>> links = PairLinks.between(machine, np.array([0, 0]), np.array([1, 2]))
         >>> [links.names(number) for number in links.wires[0]]
-        ['node 0: 0>', 'node 1: 0<']
+        ['node 0: 0>', 'node 0: 1>', 'node 1: 1<', 'node 1: 0<']
         """
         if len(senders) <= _FEW:
             return _kept_links(machine, senders.tobytes(), receivers.tobytes())

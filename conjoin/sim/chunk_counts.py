@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from conjoin.comm import Grid, TransferPlan, plan_crossing, stage_grid
+from conjoin.comm import Grid, TransferPlan, plan_crossing, stage_grid, streams_of
 from conjoin.ir import Pipeline
 from conjoin.machine import Machine
 from conjoin.ops import Layout, TensorType
-from conjoin.sim.crossings import crossing_seconds
+from conjoin.sim.message_times import followed_seconds
+from conjoin.sim.pair_classes import PairClasses, Pairs
 
 MOST = 256
 """Chunks: a chain of 64 hosts then takes a quarter longer than what its busiest host sends."""
@@ -25,6 +26,9 @@ NEAR = 1.01
 MANY, WORSE = 64, 1.2
 """From as many chunks on more of them are not tried where that is so much slower. Fewer may be slower than one and more
 than they are faster: a rank is ready only for some rounds ahead."""
+
+_MOST_FOLLOWED = 50_000
+"""Messages: about a second. Hundreds of devices with uneven pieces have more that are not alike."""
 
 _Side = tuple[Layout, Grid]
 
@@ -68,7 +72,8 @@ def _fastest_between(type: TensorType, source: _Side, target: _Side, machine: Ma
 
 
 def fastest_chunks(plan: TransferPlan, machine: Machine) -> int:
-    """In how many chunks a transfer takes least on a machine, or about as little."""
+    """In how many chunks a transfer takes least on a machine, or about as little; as it is where that takes too long
+    to find."""
     if plan.longest_chain <= 1:
         return 1
     sizes = plan.cells.y - plan.cells.x
@@ -78,12 +83,15 @@ def fastest_chunks(plan: TransferPlan, machine: Machine) -> int:
     def best_of(counts: Iterable[int]) -> int:
         for count in counts:
             if 1 <= count <= most and count not in seconds:
-                seconds[count] = crossing_seconds(replace(plan, chunks=count), plan.itemsize, machine)
+                classes = PairClasses.of(Pairs.of(streams_of(replace(plan, chunks=count), plan.itemsize), machine))
+                if len(classes.messages) > _MOST_FOLLOWED:
+                    break
+                seconds[count] = followed_seconds(classes)
                 if count >= MANY and seconds[count] > WORSE * min(seconds.values()):
                     break
-        return min(seconds, key=lambda count: seconds[count])
+        return min(seconds, key=lambda count: seconds[count], default=plan.chunks)
 
     best = best_of((1, 4, 16, 64, 256))
     best = best_of((best // 2, best * 2))
     best = best_of((best * 3 // 4, best * 3 // 2))
-    return min(count for count in seconds if seconds[count] <= seconds[best] * NEAR)
+    return min((count for count in seconds if seconds[count] <= seconds[best] * NEAR), default=best)

@@ -25,7 +25,12 @@ def arrival_seconds(pairs: Pairs) -> float:
     """When the last of the messages between some pairs of ranks has come."""
     if pairs.streams.is_at_once:
         return pairs.links.seconds(pairs.num_bytes)
-    return _Arrivals(PairClasses.of(pairs)).last()
+    return followed_seconds(PairClasses.of(pairs))
+
+
+def followed_seconds(classes: PairClasses) -> float:
+    """The same, of one pair of each class."""
+    return _Arrivals(classes).last()
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from conjoin.ir import Pipeline
 from conjoin.machine import DeviceType, Link, Machine, NodeKind
 from conjoin.ops import Split
 from conjoin.search import make_pipeline
-from conjoin.sim import crossing_seconds, fastest_chunks, transfer_seconds, with_fastest_chunks
+from conjoin.sim import chunk_counts, crossing_seconds, fastest_chunks, transfer_seconds, with_fastest_chunks
 
 MACHINES = {"dgx-h100": 8, "summit": 6, "p3.8xlarge": 4, "piz-daint": 1, "g5.48xlarge": 8}
 
@@ -61,6 +61,12 @@ def test_more_latency_asks_for_fewer_chunks_and_none_for_as_many_as_there_may_be
         fastest_chunks(plan_transfer((64,), 4, ((), Grid.of_hosts(1, 1)), ((), Grid.of_hosts(1, 1, 1, 1))), line(0))
         == 1
     )
+
+
+def test_where_it_takes_too_long_to_find_the_number_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_counts, "_MOST_FOLLOWED", 0)
+    plan, machine = planned(0)
+    assert fastest_chunks(replace(plan, chunks=7), machine) == 7
 
 
 def pipeline(machine: Machine) -> Pipeline:
