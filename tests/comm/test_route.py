@@ -19,7 +19,7 @@ from tests.comm.simulator import Array, read, run_route, run_step, spread
 
 SMALL = [((5, 7), (2,)), ((5, 7), (2, 3)), ((2, 3), (2, 3)), ((4, 3, 2), (3, 2))]
 """Tensors and meshes for all placements."""
-LARGE = [((7, 5), (2, 3, 2)), ((3, 5), (2, 2, 2))]
+LARGE = [((13,), (2, 3, 2)), ((3, 5), (2, 2, 2))]
 """Tensors and meshes with I for I and B, which hold the same data."""
 DIVISIBLE = 144
 """An item size for which all-reduce bytes are whole numbers."""

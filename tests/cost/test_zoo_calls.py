@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 
 import pytest
@@ -16,13 +17,12 @@ from tests.zoo.workloads import tiny_names
 
 CPU = DeviceType("one core", "cpu", 2**34, 1e10, (("float32", 1e11),))
 GPU = DeviceType("one gpu", "cuda", 2**34, 1e12, (("float32", 1e13),))
-MEASURED = 4
-BATCH_SIZES = {"inception-v3": 8, "resnet-101": 8}
-"""Of what other tests have captured too."""
+COSTS = CostModel(profiles=())
+MEASURED = 2
 
 
 def calls_of(name: str) -> list[tuple[Call, tuple[int, ...]]]:
-    graph = captured(name, BATCH_SIZES.get(name, 4))
+    graph = captured(name)
     gradients = GradientFlow(graph)
     return list(
         dict.fromkeys(
@@ -33,17 +33,23 @@ def calls_of(name: str) -> list[tuple[Call, tuple[int, ...]]]:
     )
 
 
+@cache
+def check(call: Call, needs: tuple[int, ...]) -> None:
+    """It has a key that can be read, and prices; models have many calls in common."""
+    key = write_key(call, needs)
+    assert " #" in key or read_key(key) is not None, key
+    for device in (CPU, GPU):
+        cost = COSTS.operator(call, needs, device)
+        assert cost.forward.value >= 0 and (cost.backward.value == 0 or needs)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", tiny_names())
 def test_the_calls_of_a_model(name: str) -> None:
-    calls, model = calls_of(name), CostModel(profiles=())
+    calls = calls_of(name)
     assert any(needs for _, needs in calls)
     for call, needs in calls:
-        key = write_key(call, needs)
-        assert " #" in key or read_key(key) is not None, key
-        for device in (CPU, GPU):
-            cost = model.operator(call, needs, device)
-            assert cost.forward.value >= 0 and (cost.backward.value == 0 or needs)
+        check(call, needs)
     for call, needs in Random(name).sample(calls, min(MEASURED, len(calls))):
         outcome = measure(call, needs, "cpu", seconds=0.0)
         assert isinstance(outcome, Measurement), outcome

@@ -30,11 +30,12 @@ EVENLY = ("data-parallel", "zero1", "fsdp")
     ],
 )
 def test_what_is_told_is_what_is_sent(strategy: str, machine: str, models: tuple[str, ...]) -> None:
-    fitting = 0
-    for name in models:
+    """By the first two models that a strategy fits, each strategy beginning with another one."""
+    fitting, first = 0, strategy_names().index(strategy) % len(models)
+    for name in (*models[first:], *models[:first]):
         case = cases(name, 7)
         plan = case.plan(machine, strategy)
-        if plan is not None:
+        if plan is not None and fitting < 2:
             fitting += 1
             found = explain(plan)
             assert measure_bytes(plan, case.workload) == found.sent().all, name

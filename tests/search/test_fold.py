@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from math import inf
 from random import Random
 
@@ -41,15 +42,17 @@ from zoo.tokens import next_token_loss
 MACHINE = parse_machine("dgx-h100:2x4")
 LARGE = (14,)
 """Stacks whose tables are too large to be eliminated as they are."""
-DO_NOT_REPEAT = ("inception-v3", "nasnet-a", "u-transformer", "moe-8x7b")
+DO_NOT_REPEAT = ("inception-v3", "u-transformer", "moe-8x7b")
 
 
+@cache
 def gpt(layers: int) -> Graph:
     config = GptConfig(layers, 32, 4, length=16, vocabulary=64)
     with torch.device("meta"):
         return capture(Gpt(config).train(), gpt_batch(32, config), next_token_loss)
 
 
+@cache
 def llama(layers: int) -> Graph:
     config = LlamaConfig(layers, 32, 64, 4, 2, vocabulary=64, length=16)
     with torch.device("meta"):

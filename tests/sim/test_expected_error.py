@@ -30,7 +30,7 @@ def test_nine_of_ten_measured_steps_are_within() -> None:
 def test_a_step_that_the_host_holds_up_is_not_as_certain_as_its_operators(tiny_plan: Callable[..., Plan]) -> None:
     """A tiny model of which every operator is measured: the device waits for the host most of the time."""
     machine = Machine.preset("dgx-h200")
-    plan = tiny_plan("mlp", "dgx-h200", "data-parallel")
+    plan = tiny_plan("mlp", "dgx-h200", "data-parallel", 8)
     costs = _Measured()
     found = predict(plan, machine, costs)
     alone = [(source, seconds) for source, seconds in found.breakdown.sources if source is Source.MEASURED]
@@ -58,7 +58,7 @@ def test_what_is_said_of_published_steps_is_what_was_found() -> None:
 
 def test_a_gpu_with_a_profile_is_not_all_estimated(tiny_plan: Callable[..., Plan]) -> None:
     for name, expected in (("p3.8xlarge", True), ("dgx-h100", True), ("dgx-h200", False)):
-        found = predict(tiny_plan("mlp", name, "data-parallel"), Machine.preset(name), CostModel())
+        found = predict(tiny_plan("mlp", name, "data-parallel", 8), Machine.preset(name), CostModel())
         assert found.all_estimated is expected, name
 
 
