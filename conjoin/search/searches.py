@@ -28,6 +28,7 @@ from conjoin.search.notes import Notes
 from conjoin.search.papers.descents import descend_everywhere, try_everything
 from conjoin.search.papers.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
 from conjoin.search.papers.walks import sample, walk_from_all
+from conjoin.search.pipeline_bound import PipelineBound
 from conjoin.search.refusals import check_seconds, check_stages, check_start, nothing_found
 from conjoin.search.relief import relieve
 from conjoin.search.rewrites import RuleWay, ways_of
@@ -325,7 +326,8 @@ def _result(contest: Contest, stopped: Stopped) -> SearchResult:
         predictions = ("seconds_per_step", several.seconds), ("peak_bytes", float(several.peak))
         plan: Plan | Pipeline = replace(several.pipeline, predictions=predictions)
         seconds, peak, error = several.seconds, several.peak, several.error
-        certificate = None if contest.bound is None else replace(contest.bound, step=seconds)
+        bound = contest.bound
+        certificate: Certificate | PipelineBound | None = None if bound is None else replace(bound, step=seconds)
     else:
         assert one is not None
         plan = plan_of(one, contest.captured, contest.machine)
