@@ -45,7 +45,7 @@ __all__ = [
     "Row", "SearchResult", "Space", "Stopped", "Table", "Tables", "TooSlow", "Why", "Wish", "baseline_names",
     "baselines", "branch_and_bound", "canonical", "check_wish", "compare_plans", "confine", "cuts", "find_alternatives",
     "find_plan", "follow", "is_answer", "largest_batches", "layer_depths", "least_machines", "make_groups",
-    "make_pipeline", "make_plan", "name_axes", "num_beside_loss", "open_contest", "pipeline_alike", "place_branches", "plan_alike",
-    "propagate", "read_request", "register_strategy", "search_names", "split_batch", "split_sequences",
+    "make_pipeline", "make_plan", "name_axes", "num_beside_loss", "open_contest", "pipeline_alike", "place_branches",
+    "plan_alike", "propagate", "read_request", "register_strategy", "search_names", "split_batch", "split_sequences",
     "strategy_names",
 ]  # fmt: skip
