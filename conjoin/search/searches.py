@@ -28,6 +28,7 @@ from conjoin.search.notes import Notes
 from conjoin.search.papers.descents import descend_everywhere, try_everything
 from conjoin.search.papers.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
 from conjoin.search.papers.walks import sample, walk_from_all
+from conjoin.search.pipeline_bound import PipelineBound
 from conjoin.search.refusals import check_seconds, check_stages, check_start, nothing_found
 from conjoin.search.relief import relieve
 from conjoin.search.rewrites import RuleWay, ways_of
@@ -321,6 +322,7 @@ def _result(contest: Contest, stopped: Stopped) -> SearchResult:
     """The best of one stage, or of several where these are faster."""
     baseline, one, several = contest.baseline, contest.best, contest.pipeline
     assert one is not None or several is not None
+    certificate: Certificate | PipelineBound | None
     if several is not None and contest.pipeline_leads:
         predictions = ("seconds_per_step", several.seconds), ("peak_bytes", float(several.peak))
         plan: Plan | Pipeline = replace(several.pipeline, predictions=predictions)

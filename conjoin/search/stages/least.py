@@ -51,11 +51,12 @@ def least_seconds(
         with np.errstate(invalid="ignore"):
             fits = np.isfinite(table[..., FORWARD]) & (table[..., PEAK] + (held - 1) * table[..., KEPT] <= capacity)
             idle = np.maximum(behind - (held - 1) * table[..., FORWARD], 0.0)
-        return forward + np.where(fits, _spent(table, micro) + table[..., FINISH] + idle, inf).min(2, initial=inf)
+        found: np.ndarray = np.where(fits, _spent(table, micro) + table[..., FINISH] + idle, inf).min(2, initial=inf)
+        return np.asarray(forward + found)
 
     def together(part: Part, count: int) -> np.ndarray:
         spent = _spent(tables[part], micro)
-        return forward + np.maximum((spent + tables[part][..., FINISH]).min(2), backward + spent.min(2))
+        return np.asarray(forward + np.maximum((spent + tables[part][..., FINISH]).min(2), backward + spent.min(2)))
 
     counts = [division.count] if division.is_even else [count for count in stages if count <= division.count]
     return min(
