@@ -322,6 +322,7 @@ def _result(contest: Contest, stopped: Stopped) -> SearchResult:
     """The best of one stage, or of several where these are faster."""
     baseline, one, several = contest.baseline, contest.best, contest.pipeline
     assert one is not None or several is not None
+    certificate: Certificate | PipelineBound | None
     if several is not None and contest.pipeline_leads:
         predictions = ("seconds_per_step", several.seconds), ("peak_bytes", float(several.peak))
         plan: Plan | Pipeline = replace(several.pipeline, predictions=predictions)
