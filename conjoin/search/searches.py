@@ -327,8 +327,7 @@ def _result(contest: Contest, stopped: Stopped) -> SearchResult:
         predictions = ("seconds_per_step", several.seconds), ("peak_bytes", float(several.peak))
         plan: Plan | Pipeline = replace(several.pipeline, predictions=predictions)
         seconds, peak, error = several.seconds, several.peak, several.error
-        bound = contest.bound
-        certificate: Certificate | PipelineBound | None = None if bound is None else replace(bound, step=seconds)
+        certificate = None if contest.bound is None else replace(contest.bound, step=seconds)
     else:
         assert one is not None
         plan = plan_of(one, contest.captured, contest.machine)
