@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from conjoin.errors import StrategyError, UsageError
 from conjoin.ir import Pipeline, Plan, model_mark
 from conjoin.search.contest import Contest
@@ -56,7 +58,7 @@ def nothing_found(contest: Contest, num_plans: int, stages: int | None) -> Strat
         return StrategyError(
             f"A plan of {name} in {stages} stages was asked for on {machine.name}, which has {machine.num_devices} "
             f"devices. None was found that fits into {_size(contest.capacity)} of each. Ask for another number of "
-            f"stages, a larger batch or a budget of more than {contest.budget:.0f} s."
+            f"stages, a larger batch or {_more(contest)}."
         )
     if constraints:
         asked, hint = [*map(str, constraints.fixed), *(f"{a} unused" for a in constraints.forbidden)], _lifted(contest)
@@ -86,7 +88,13 @@ def _nothing_fits(contest: Contest, smallest: Outcome, need: int) -> StrategyErr
 
 def _longer(contest: Contest) -> str:
     """What to change where the answer may hang on the time that there was."""
-    return f"a budget of more than {contest.budget:.0f} s, " if contest.time_left <= 0 and contest.budget else ""
+    return f"{_more(contest)}, " if contest.time_left <= 0 and contest.budget else ""
+
+
+def _more(contest: Contest) -> str:
+    """More of what a search ended by."""
+    seconds = min(contest.budget, contest.cpu_budget)
+    return "more steps" if seconds == inf else f"a budget of more than {seconds:.0f} s"
 
 
 def _lifted(contest: Contest) -> str:
