@@ -35,7 +35,7 @@ ROUGH = ("resnext-50",)
 SINGLE_LOSS, SINGLE_TENSOR, TIMES_OWN_ERROR = 2e-3, 1e-2, 10.0
 SHAKEN = 3
 RANKS = (2, 4, 8)
-JOINED = ("megatron:sp", "megatron:sp,fsdp", "hsdp:shard=2", "hsdp:shard=2+megatron:tp=2,sp+recompute=selective")
+JOINED = ("megatron:sp", "megatron:tp=2,sp,fsdp", "hsdp:shard=2", "hsdp:shard=2+megatron:tp=2,sp+recompute=selective")
 STRATEGIES = (*(name for name in strategy_names() if name not in ("single", "hsdp")), *JOINED)
 BATCH = 8
 """So that eight ranks have a sample each."""
@@ -143,7 +143,7 @@ SAMPLE = (
     ("mlp", 4, ("data-parallel", "fsdp", "sbp3d")),
     ("bert-base", 4, ("megatron", "zero1")),
     ("gpt-125m", 8, ("hsdp:shard=2+megatron:tp=2,sp+recompute=selective",)),
-    ("gpt-125m", 4, ("megatron:sp,fsdp", "megatron:sp", "fsdp", "hsdp:shard=2", "context")),
+    ("gpt-125m", 4, ("megatron:tp=2,sp,fsdp", "megatron:sp", "fsdp", "hsdp:shard=2", "context")),
     ("alexnet", 2, ("one-weird-trick", "spatial")),
     ("dlrm", 4, ("table-parallel",)),
     ("gat", 2, ("vertex-parallel",)),
