@@ -9,8 +9,8 @@ from pathlib import Path
 from conjoin.machine import reason_of
 
 _TAKEN = (
-    "Another one that is running keeps its own there, and each would go on from what the other wrote. Wait for it, or "
-    "name another folder."
+    "Another one that is running keeps its own there, and each would go on from what the other wrote",
+    "Wait for it, or name another folder",
 )
 
 
@@ -22,13 +22,13 @@ class FolderHold:
         self._path = target.with_name(f".{target.name}.lock")
         self._file: int | None = None
 
-    def take(self) -> str | None:
+    def take(self) -> tuple[str, str] | None:
         """Why a training may not keep anything there, and what to do; None where it may, and holds it now."""
         while True:
             try:
                 file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             except OSError as error:
-                return f"No file can be made beside it: {reason_of(error)}. Name another folder."
+                return f"No file can be made beside it: {reason_of(error)}", "Name another folder"
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -150,7 +150,10 @@ class _Trainer:
     def __enter__(self) -> _Trainer:
         obstacle = gathered(None if self._hold is None else self._hold.take())[0]
         if obstacle is not None:
-            raise CheckpointError(f"The training was to keep its checkpoints in {self._files.checkpoint}. {obstacle}")
+            why, advice = obstacle
+            raise CheckpointError(
+                f"The training was to keep its checkpoints in {self._files.checkpoint}. {why}. {advice}."
+            )
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -260,16 +260,17 @@ def check_model(plan: Plan | Pipeline, model: nn.Module) -> None:
         for name in leaf.names:
             why = _difference(leaf, name, found)
             if why:
-                advice = _advice(plan, leaf, found.get(name))
-                raise PlanError(f"The plan of {plan.model.name} was given a model in which {why}. {advice}")
+                reason, advice = _reason(plan, leaf, found.get(name))
+                raise PlanError(f"The plan of {plan.model.name} was given a model in which {why}. {reason}. {advice}.")
 
 
-def _advice(plan: Plan | Pipeline, leaf: Leaf, given: Tensor | None) -> str:
+def _reason(plan: Plan | Pipeline, leaf: Leaf, given: Tensor | None) -> tuple[str, str]:
+    """Why a model is another one than the plan's, and what to do."""
     precision, dtype = plan.precision.partition("@")[0], leaf.type.dtype
     is_narrower = precision and dtype.is_floating_point and dtype != torch.float32
     if is_narrower and given is not None and given.is_floating_point() and given.dtype != dtype:
-        return f"The plan trains all of it in {precision}, and casts no parameter. Give it model.to({dtype})."
-    return "It was made for another model, or the model was changed since. Make the plan again for this model."
+        return f"The plan trains all of it in {precision}, and casts no parameter", f"Give it model.to({dtype})"
+    return "It was made for another model, or the model was changed since", "Make the plan again for this model"
 
 
 def _difference(leaf: Leaf, name: str, found: dict[str, Tensor]) -> str | None:
