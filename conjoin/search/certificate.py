@@ -27,7 +27,7 @@ from conjoin.search.exact.relaxation import Bound, lower_bound
 from conjoin.search.exact.space import LEAST_PRICE, OVERLAPS, Objective
 from conjoin.search.exact.stack import StackProblem
 from conjoin.search.exact.table_sum import sum_of
-from conjoin.search.exact.units import Units, natural_units, shown, splits
+from conjoin.search.exact.units import Units, natural_units, shown
 from conjoin.search.joint import JointSearch
 from conjoin.search.variants import as_variant
 
@@ -107,10 +107,15 @@ def certify(contest: Contest, best: Outcome) -> Certificate | None:
 
 def _known_first(contest: Contest, natural: Units) -> list[Units]:
     """The units of the plan itself, or finer ones for which there are tables."""
-    finer = [units for units in splits(natural, contest.mesh, _MAX_UNITS) if units in contest.spaces]
-    wanted = {frozenset(unit.axes) for unit in natural}
-    same = [units for units in contest.spaces if {frozenset(unit.axes) for unit in units} == wanted]
-    return [*same, *(finer if len(natural) < _MAX_UNITS else ()), *(() if same else (natural,))]
+    known = [units for units in contest.spaces if len(units) <= _MAX_UNITS and _cut(units, natural)]
+    same = [units for units in known if len(units) == len(natural)]
+    finer = sorted((units for units in known if len(units) > len(natural)), key=len, reverse=True)
+    return [*same, *finer, *(() if same else (natural,))]
+
+
+def _cut(units: Units, coarser: Units) -> bool:
+    """Whether each of some units is a part of one of the others."""
+    return all(any(set(unit.axes) <= set(whole.axes) for whole in coarser) for unit in units)
 
 
 def _certify_on(contest: Contest, outcome: Outcome, units: Units, objective: Objective) -> Certificate | None:

@@ -140,6 +140,16 @@ def test_without_time_nothing_is_worked_out() -> None:
     assert certify(contest, contest.enter_plan(make_plan(small(), contest.machine, "fsdp"))) is None
 
 
+def test_without_time_tables_on_finer_units_will_do() -> None:
+    """The plan treats both axes alike, and no tables are there of both together."""
+    contest = slow_contest("local:4")
+    outcome = contest.enter_plan(make_plan(small(), contest.machine, "data-parallel"))
+    JointSearch(contest, ()).space(next(cuts(contest.mesh, 2)))
+    contest.budget = 0.0
+    bound = certify(contest, outcome)
+    assert bound is not None and bound.units == "2×2"
+
+
 def test_a_result_carries_its_bound() -> None:
     found = search(small(), "p3.8xlarge")
     assert isinstance(found.certificate, Certificate) and found.certificate.least > 0
