@@ -122,6 +122,16 @@ def test_what_is_put_there_is_run_and_comes_to_the_same(kind: str, monkeypatch: 
     assert all(was_seen and not fault for _, fault, was_seen in tried)
 
 
+def test_what_cannot_be_made_small_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise ValueError("sizes that a declaration does not expect")
+
+    graph, strategy, _ = KINDS[BATCH_NORM]
+    monkeypatch.setattr(rehearsed, "expansion_of", refused)
+    monkeypatch.setattr(rehearsal._Rehearsal, "run", refused)
+    assert make_plan(graph(), parse_machine("local:4"), strategy).substitutions
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_comes_to_something_else_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, strategy, go_wrong = KINDS[kind]

@@ -135,8 +135,8 @@ def _rehearsed(rewrite: Replacement, in_own_dtypes: bool, tried: Sequence[tuple[
             reason = _Rehearsal(rewrite, number).run(sizes, in_own_dtypes)
         except TooTight:
             return "it is too large to be rehearsed, and cannot be made smaller", False
-        except (RuntimeError, IndexError) as error:
-            return f"it does not run: {str(error).splitlines()[0][:100]}", False
+        except Exception as error:  # whatever an operator says of sizes and numbers that it does not take
+            return f"it does not run: {(str(error).splitlines() or [type(error).__name__])[0][:100]}", False
         if reason:
             return reason, True
     return "", True
