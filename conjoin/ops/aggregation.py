@@ -253,7 +253,7 @@ def _is_quick(x: Tensor, order: Order) -> bool:
 
 
 def sum_along(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
-    """The rows at the other ends of the edges of each row, added up."""
+    """The rows at the other ends of the edges of each row, added up: in memory of their own, no view of other."""
     num_rows, heads = order.first.shape[0] - 1, 1 if weight is None else prod(weight.shape[1:])
     size = prod(x.shape[1:])
     if x.is_meta:
@@ -266,8 +266,8 @@ def sum_along(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
         return made
     if x.is_cuda and heads == 1 and _is_sparse_product(x, order, weight):
         return _sparse_product(x, order, weight)
-    made = x.new_zeros(num_rows, heads, size // heads)
-    flat = x.reshape(x.shape[0], heads, size // heads)
+    made = x.new_zeros(num_rows, *x.shape[1:])
+    into, flat = (rows.view(rows.shape[0], heads, size // heads) for rows in (made, x.contiguous()))
     rows = rows_of(order)
     at_once = max(_CHUNK // max(size, 1), 1)
     for start in range(0, rows.shape[0], at_once):
@@ -275,8 +275,8 @@ def sum_along(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
         taken = flat.index_select(0, order.others[some])
         if weight is not None:
             taken = taken * weight.reshape(-1, heads, 1)[some]
-        made.index_add_(0, rows[some], taken.to(made.dtype))
-    return made.view(num_rows, *x.shape[1:])
+        into.index_add_(0, rows[some], taken.to(made.dtype))
+    return made
 
 
 def _is_sparse_product(x: Tensor, order: Order, weight: Tensor | None) -> bool:
@@ -293,9 +293,10 @@ def _sparse_product(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse (CSR tensor support|invariant checks)")  # torch tells once
         matrix = torch.sparse_csr_tensor(order.first.int(), order.others, values, shape, check_invariants=False)
-    made = x.new_zeros(shape[0], size)
-    torch.addmm(made, matrix, x.reshape(x.shape[0], size), beta=0, out=made)  # `@` would hold two of its size
-    return made.view(shape[0], *x.shape[1:])
+    made = x.new_zeros(shape[0], *x.shape[1:])
+    into = made.view(shape[0], size)
+    torch.addmm(into, matrix, x.reshape(x.shape[0], size), beta=0, out=into)  # `@` would hold two of its size
+    return made
 
 
 Rows = Callable[[], Tensor]

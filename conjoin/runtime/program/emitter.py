@@ -73,6 +73,7 @@ from conjoin.runtime.program.functions import (
     with_weight_as_torch_lays_it,
 )
 from conjoin.runtime.program.recompute import PART, SEGMENT, keeping, mark
+from conjoin.runtime.program.written_over import mark_in_place
 from conjoin.runtime.ranks.communicator import uncompiled
 from conjoin.runtime.verification.strides import in_strides
 
@@ -446,6 +447,7 @@ class Emitter:
         function = keeping(function) if node in self._shelved and op == node.op else function
         made = self.call(pinned(function) if node.pinned else function, *positional, **keywords)
         self._mark_part(node, made)
+        mark_in_place(node, made)
         if known.num_outputs == 1 and not known.returns_list:
             return (made,)
         count = len(node.types) if op == node.op else known.num_outputs

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from conjoin.ops import under_autocast
 from conjoin.runtime.program.functions import without_autocast
+from conjoin.runtime.program.written_over import write_over
 from conjoin.runtime.torch_private import has_no_values
 
 Compiled = Callable[..., tuple[Any, ...]]
@@ -53,7 +54,9 @@ class Program:
         self, emitted: Emitted, name: str, compile: Callable[[fx.Graph, str], tuple[Compiled, str]] = compile_text
     ) -> None:
         self._emitted, self._name, self._compile = emitted, name, compile
-        self._plainly, self.code = compile(without_autocast(emitted.program), name)
+        plain = without_autocast(emitted.program)
+        write_over(plain)
+        self._plainly, self.code = compile(plain, name)
         self._casting: Compiled | None = None
         self._fixing = None if emitted.fixed is None else compile_text(emitted.fixed, f"{name} once")[0]
         self._made: dict[tuple[torch.device, torch.dtype | None], tuple[Tensor, ...]] = {}

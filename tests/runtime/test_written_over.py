@@ -1,0 +1,109 @@
+"""What is written over a sum over neighbours, against the plain model: wherever somebody else reads it, nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conjoin.frontends import capture
+from conjoin.ops import aggregation
+from conjoin.ops.compiled_kernels import compiled_kernels
+from conjoin.runtime import to_module
+
+VERTICES, WIDTH = 30, 4
+Form = Callable[[Tensor, Tensor], Tensor]
+
+
+def in_one(h: Tensor, bias: Tensor) -> Tensor:
+    return torch.relu(h + bias)
+
+
+def twice(h: Tensor, bias: Tensor) -> Tensor:
+    return (h + bias + bias).relu()
+
+
+def sum_read_later(h: Tensor, bias: Tensor) -> Tensor:
+    return torch.relu(h + bias) * h
+
+
+def biased_read_later(h: Tensor, bias: Tensor) -> Tensor:
+    biased = h + bias
+    return torch.relu(biased) + torch.sin(biased)
+
+
+def sum_read_by_a_gradient(h: Tensor, bias: Tensor) -> Tensor:
+    return torch.relu(torch.tanh(h) + bias)
+
+
+def active_read_by_a_gradient(h: Tensor, bias: Tensor) -> Tensor:
+    return torch.relu(h) + bias
+
+
+def grown(h: Tensor, bias: Tensor) -> Tensor:
+    return torch.relu(h + bias.unsqueeze(-1).unsqueeze(-1))
+
+
+def widened(h: Tensor, bias: Tensor) -> Tensor:
+    return torch.relu(h + bias.double())
+
+
+def viewed(h: Tensor, bias: Tensor) -> Tensor:
+    return h.t().relu().t() + h.view(-1).view_as(h) + bias
+
+
+IN_PLACE = {in_one: 2, twice: 3, active_read_by_a_gradient: 1, grown: 0, widened: 0, viewed: 0,
+            sum_read_later: 0, biased_read_later: 1, sum_read_by_a_gradient: 0}  # fmt: skip
+"""How many calls of each write over what they read."""
+
+
+class Network(nn.Module):
+    def __init__(self, form: Form, reduce: str) -> None:
+        super().__init__()
+        self.layer, self.bias = nn.Linear(3, WIDTH, bias=False), nn.Parameter(torch.randn(WIDTH))
+        self.form, self.reduce = form, reduce
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        rows = self.layer(x)[edges[0]]
+        at, made = edges[1].unsqueeze(1).expand_as(rows), rows.new_zeros(VERTICES, WIDTH)
+        return self.form(made.scatter_reduce(0, at, rows, self.reduce, include_self=False), self.bias)
+
+
+def writes(code: str) -> int:
+    return code.count("torch_Tensor_add_(") + code.count("torch.relu_(")
+
+
+@pytest.mark.parametrize("form", IN_PLACE, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("reduce", "compiled"), [("sum", False), ("sum", True), ("mean", True), ("amax", True)])
+def test_gradients_are_those_of_the_plain_model(
+    form: Form, reduce: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled and compiled_kernels() is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setattr(aggregation, "_FEW", 0 if compiled else 1 << 60)
+    torch.manual_seed(0)
+    model, x, edges = Network(form, reduce), torch.randn(VERTICES, 3), torch.randint(VERTICES, (2, 90))
+    module = to_module(capture(model, (x, edges)), model)
+    assert "aggregate" in module.code
+    assert writes(module.code) == (0 if reduce == "amax" else IN_PLACE[form])
+    weights = list(model.parameters())
+    for run in range(2):
+        mine, plain = module(x, edges), model(x, edges)
+        torch.testing.assert_close(mine, plain, msg=f"run {run}")
+        wanted = torch.randn_like(plain)
+        torch.testing.assert_close(
+            torch.autograd.grad(mine, weights, wanted), torch.autograd.grad(plain, weights, wanted)
+        )
+
+
+def test_nothing_is_written_over_under_an_autocast() -> None:
+    """There, what a call makes may be of another dtype than what it reads."""
+    torch.manual_seed(0)
+    model, x, edges = Network(in_one, "sum"), torch.randn(VERTICES, 3), torch.randint(VERTICES, (2, 90))
+    module = to_module(capture(model, (x, edges)), model)
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, plain = module(x, edges), model(x, edges)
+    assert mine.dtype == plain.dtype
+    torch.testing.assert_close(mine, plain, rtol=2e-2, atol=2e-2)
