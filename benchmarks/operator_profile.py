@@ -106,7 +106,7 @@ def in_bfloat16(call: Call) -> Call:
         return TensorType(tensor.shape, torch.bfloat16) if tensor.dtype == torch.float32 else tensor
 
     args = map_tensors(call.op, call.args, cast)
-    return Call(call.op, tuple(torch.bfloat16 if arg is torch.float32 else arg for arg in args), call.channels_last)
+    return Call(call.op, tuple(torch.bfloat16 if arg is torch.float32 else arg for arg in args), call.turned)
 
 
 def split_calls(call: Call, index: str, ways: int) -> tuple[Call, ...]:

@@ -47,7 +47,7 @@ def _shape_class(call: Call, family: str, rate: str, backward: bool) -> str:
         return _convolution(call)
     if family == ATTENTION:
         return _attention(call)
-    spec, how = find_spec(call.op), "channels last " if call.channels_last else ""
+    spec, how = find_spec(call.op), "channels last " if call.turned else ""
     if _is_across(call):
         return f"{how}across "
     if spec is None or spec.blocks is None:
@@ -85,7 +85,7 @@ def _is_odd(call: Call) -> bool:
 
 def _convolution(call: Call) -> str:
     groups, channels, kernel = call["groups"] or 1, call.tensors[0].shape[1], call.tensors[1].shape[2:]
-    how = "channels last " if call.channels_last else ""
+    how = "channels last " if call.turned else ""
     how += "dilated " if any(step > 1 < n for step, n in zip(call["dilation"], kernel, strict=False)) else ""
     if groups == channels > 1:
         return f"{how}depthwise "

@@ -284,7 +284,7 @@ def _kind(call: Call) -> tuple[Any, ...]:
         for parameter, value in zip(call.signature.parameters, call.args, strict=True)
         if parameter.kind is Kind.ATTRIBUTE and parameter.name not in told
     )
-    lies = call.operand_names, call.channels_last
+    lies = call.operand_names, call.turned
     return call.op, *lies, tuple(tensor.dtype for tensor in call.tensors), tuple(_axes(call)), attributes
 
 

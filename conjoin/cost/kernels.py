@@ -17,7 +17,7 @@ Asked = tuple[Call, tuple[int, ...]]
 """A call, and which of its operands get a gradient."""
 Shapes = tuple[tuple[int, ...], ...]
 
-ATTENTION = "scaled_dot_product_attention"
+ATTENTION, MASK = "scaled_dot_product_attention", "attn_mask"
 _FUSED_RANK, _ALIGNMENT = 4, 16
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -93,7 +93,7 @@ section 4.1): the geometric mean. Torch's benchmark has 631 against 329 teraflop
 
 
 def _then_bias(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
-    bare = Call(call.op, tuple(None if i == 2 else arg for i, arg in enumerate(call.args)), call.channels_last)
+    bare = Call(call.op, tuple(None if i == 2 else arg for i, arg in enumerate(call.args)), call.turned)
     spec = spec_for(bare)
     if spec is None:
         return ()
@@ -107,20 +107,26 @@ def _then_bias(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
 def fuses_attention(call: Call, shapes: Shapes, needs: tuple[int, ...], kind: str) -> bool:
     """Whether a device of a kind has one kernel for attention on tensors of these shapes.
 
-    With a batch and heads; on a GPU also with rows it can load whole, where neither is broadcast, and where the mask is
-    not trained. Heads of keys may be fewer than those of queries where the call says so, in halves.
+    With a batch and heads; on a GPU also with rows it can load whole, where neither is broadcast, and where the rows of
+    the mask do, too. Heads of keys may be fewer than those of queries where the call says so, in halves, under a mask
+    that is not trained. Seen on an H200 with torch 2.11.
     """
     query, key, value = shapes[:3]
     dtype = call.tensors[0].dtype
     if len(query) != _FUSED_RANK or kind == "cpu":
         return len(query) == _FUSED_RANK
-    if dtype.itemsize > torch.float32.itemsize or any(call.operand_names[i] == "attn_mask" for i in needs):
+    if dtype.itemsize > torch.float32.itemsize or call.turned:
         return False
-    groups = dtype in HALVES and bool(call["enable_gqa"])
+    groups = dtype in HALVES and bool(call["enable_gqa"]) and not trains_mask(call, needs)
     if query[0] != key[0] or (query[1] != key[1] and not groups):
         return False
     aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (query[-1], value[-1]))
     return aligned or (dtype in HALVES and call["attn_mask"] is None)
+
+
+def trains_mask(call: Call, needs: tuple[int, ...]) -> bool:
+    """Whether the mask of attention gets a gradient."""
+    return any(call.operand_names[i] == MASK for i in needs)
 
 
 def _spelled_out(call: Call, needs: tuple[int, ...]) -> Iterator[Asked]:

@@ -43,7 +43,7 @@ def write_key(call: Call, needs: tuple[int, ...]) -> str:
     args = list(call.args)
     while args and args[-1] is None:
         args.pop()
-    text = " ".join([call.op, *map(_written, args)]) + (_CHANNELS_LAST if call.channels_last else "")
+    text = " ".join([call.op, *map(_written, args)]) + (_CHANNELS_LAST if call.turned else "")
     grads = _GRADS + ",".join(map(str, needs)) if needs else ""
     if len(text) + len(grads) <= MAX_KEY_LENGTH:
         return text + grads

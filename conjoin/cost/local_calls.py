@@ -58,7 +58,7 @@ def local_calls(call: Call, pieces: Ranges, needs: tuple[int, ...] = ()) -> tupl
 
     def emit(op: str, *given: Any) -> Any:
         args = bind_args(op, given, {})
-        inner = Call(op, map_tensors(op, args, lambda piece: piece.type), call.channels_last and op == call.op)
+        inner = Call(op, map_tensors(op, args, lambda piece: piece.type), call.turned and op == call.op)
         declared = spec_for(inner)
         passing = [piece.needs for _, piece in walk_tensors(op, args)]
         passed = tuple(i for i, needed in enumerate(passing) if needed and (declared is None or declared.smooth))

@@ -25,11 +25,15 @@ def make_operands(call: Call, device: torch.device, generator: torch.Generator) 
     space = space_of(spec, call)
     bounds = [space.sizes[a.addresses] if a.addresses else 2 for a in space.notation.operands]
     made = [_fill(t, spec.domain, bound, device, generator) for t, bound in zip(call.tensors, bounds, strict=True)]
-    return [_channels_last(made[0]), *made[1:]] if call.channels_last else made
+    if call.turned:
+        at = call.operand_names.index("attn_mask") if spec.family == "attention" else 0
+        made[at] = _turned(made[at])
+    return made
 
 
-def _channels_last(images: Tensor) -> Tensor:
-    return images.movedim(1, -1).contiguous().movedim(-1, 1)
+def _turned(tensor: Tensor) -> Tensor:
+    """The same, its second dim last in memory: the channels of images, the heads of a mask."""
+    return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def _fill(

@@ -76,16 +76,36 @@ def add_strides(found: dict[Value, Strides], nodes: Iterable[Node]) -> None:
 
 def calls_as_they_lie(graph: Graph) -> dict[Node, Call]:
     """The calls on whole tensors, without layouts, of all nodes but reshards; where other kernels run because of how
-    images lie, they say so.
+    images or masks lie, they say so.
     """
     calls = {node: plain_call(node) for node in graph.nodes if not is_parallel(node)}
-    by_order = [node for node in calls if node.spec is not None and node.spec.by_order]
+    by_order = [node for node in calls if node.spec is not None and node.spec.by_order and _ordered(node) is not None]
     if by_order and (any(map(_turns, calls)) or any(leaf.channels_last for leaf in graph.leaves)):
         strides = strides_in(graph)
         for node in by_order:
-            if _has_channels_last(node.inputs[0].type.shape, strides[node.inputs[0]]):
-                calls[node] = replace(calls[node], channels_last=True)
+            value = _ordered(node)
+            assert value is not None
+            turned = _has_rows_apart if _is_attention(node) else _has_channels_last
+            if turned(value.type.shape, strides[value]):
+                calls[node] = replace(calls[node], turned=True)
     return calls
+
+
+def _ordered(node: Node) -> Value | None:
+    """What decides by its order in memory which kernel runs: images, or the mask of attention if there is one."""
+    if not _is_attention(node):
+        return node.inputs[0]
+    mask = node.args[node.call.signature.position("attn_mask")]
+    return mask if isinstance(mask, Value) else None
+
+
+def _is_attention(node: Node) -> bool:
+    return node.spec is not None and node.spec.family == "attention"
+
+
+def _has_rows_apart(shape: tuple[int, ...], strides: Strides) -> bool:
+    """Whether the numbers of a row do not lie one after the other: kernels of attention take no such mask."""
+    return strides[-1] != 1 and shape[-1] > 1
 
 
 def _turns(node: Node) -> bool:

@@ -71,8 +71,9 @@ class Call:
 
     op: str
     args: Args
-    channels_last: bool = False
-    """Whether what it reads are images whose channels lie last in memory: other kernels run, for the same result."""
+    turned: bool = False
+    """Whether what it reads lies in another order in memory, so that other kernels run for the same result: images with
+    their channels last, a mask whose rows are not in one piece."""
     _hash: int | None = field(default=None, init=False, repr=False)
     """Kept, as are the operands: calls are looked up all the time."""
     _tensors: tuple[TensorType, ...] | None = field(default=None, init=False, repr=False)
@@ -83,7 +84,7 @@ class Call:
         return self is other or (
             self.op == other.op
             and self.args == other.args
-            and self.channels_last == other.channels_last
+            and self.turned == other.turned
             and is_alike(self.args, other.args)
         )
 
@@ -94,7 +95,7 @@ class Call:
 
     def __reduce__(self) -> tuple[type[Call], tuple[str, Args, bool]]:
         """Without what is kept: hashes are other ones in another process."""
-        return Call, (self.op, self.args, self.channels_last)
+        return Call, (self.op, self.args, self.turned)
 
     @property
     def signature(self) -> Signature:
@@ -264,7 +265,8 @@ class OpSpec:
     constants: tuple[str, ...] = ()
     """Operands that never carry a gradient."""
     by_order: bool = False
-    """Whether other kernels run where the channels of its first operand lie last in memory."""
+    """Whether other kernels run where the channels of its first operand lie last in memory; of attention, where the
+    rows of its mask do not."""
     family: str = ""
     """The kind of kernels that run it, where notation cannot tell: several products in one, windows that are
     convolutions, or that what is taken whole is a small part of what is read."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from conjoin.comm import Ring, halo_call, halo_of, ring_of, routed_call, routing_of
-from conjoin.cost import ATTENTION, fuses_attention
-from conjoin.ir import Node, Placed, plain_call, region_of, region_shape, wanted_region
+from conjoin.cost import ATTENTION, MASK, fuses_attention
+from conjoin.ir import Node, Placed, region_of, region_shape, wanted_region
 from conjoin.machine import Mesh
 from conjoin.ops import (
     Call,
@@ -25,8 +25,9 @@ from conjoin.ops import (
     space_of,
     spec_for,
 )
-from conjoin.sim.gpu_kernels import attention_workspace, kernel_bytes, numbers_not_kept
+from conjoin.sim.gpu_kernels import attention_bytes, kernel_bytes, numbers_not_kept
 from conjoin.sim.losses import storage_bytes
+from conjoin.sim.skeleton import Task
 from conjoin.sim.torch_private import NewStorages, storage_of
 
 
@@ -57,9 +58,9 @@ def nothing_kept(num_outputs: int, num_needs: int) -> Kept:
     return Kept((), (), 0, (-1,) * num_outputs, (0,) * num_outputs, 0, ((0, -1),) * num_needs)
 
 
-def kept_by(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int, kind: str) -> Kept:
-    """What a rank keeps of a node on a device of a kind."""
-    call = plain_call(node)
+def kept_by(task: Task, node: Node, placed: Placed, mesh: Mesh, rank: int, kind: str) -> Kept:
+    """What a rank keeps of a task, whose node this is in its layouts, on a device of a kind."""
+    call, needs = task.call, task.needs
     spec = spec_for(call)
     if spec is None or not placed.splits:
         return kept_of(call, node.types, needs, kind)
@@ -72,7 +73,7 @@ def kept_by(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank
     ring = ring_of(node, placed, mesh)
     if ring is not None:
         local = tuple(region_shape(region_of(v.type.shape, v.type.layout, mesh, rank)) for v in node.inputs)
-        found = _with_messages(_kept_by_attention(local, call, needs), local, call, ring)
+        found = _with_messages(_kept_by_attention(local, call, needs, kind), local, call, ring)
         return found if call["attn_mask"] is None else _with_scores(found, local)
     pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
     shapes = tuple(region_shape(wanted_region(node, i, placed, mesh, rank)) for i in range(len(call.tensors)))
@@ -92,7 +93,7 @@ def _kept(
     call: Call, shapes: Shapes, pieces: Ranges, types: tuple[TensorType, ...], needs: tuple[int, ...], kind: str
 ) -> Kept:
     if call.op == ATTENTION and fuses_attention(call, shapes, needs, kind):
-        found = _kept_by_attention(shapes, call, needs)
+        found = _kept_by_attention(shapes, call, needs, kind)
         starts_later = call["is_causal"] and dict(pieces).get("l", (0, 0))[0] > 0
         return _with_blocks(found, shapes, call) if starts_later else found
     kernel = kernel_bytes(call, shapes) if kind == "cuda" else None
@@ -116,16 +117,17 @@ def _by_kernel(found: Kept, kernel: KernelBytes, needs: tuple[int, ...], num_ope
     return replace(found, operands=read, extra=kernel.kept, passing=kernel.workspace, passing_back=kernel.workspace)
 
 
-def _kept_by_attention(shapes: Shapes, call: Call, needs: tuple[int, ...]) -> Kept:
-    """Fused attention keeps what it reads and makes, and one number for each row: meta would run the unfused form."""
+def _kept_by_attention(shapes: Shapes, call: Call, needs: tuple[int, ...], kind: str) -> Kept:
+    """Fused attention keeps what it reads and makes, and what its kernel wants: meta would run the unfused form."""
     query, value = shapes[0], shapes[2]
     dtype = call.tensors[0].dtype
     output = TensorType((*query[:-1], value[-1]), dtype).bytes
     if not needs:
         return Kept((), (), 0, (-1,), (output,), 0, ())
-    rows = TensorType(query[:-1], torch.float32).bytes
-    gradients, passing = _own_gradients(shapes, call, needs), attention_workspace(shapes)
-    return Kept(tuple(range(len(shapes))), (0,), rows, (-1,), (output,), 0, gradients, passing)
+    kernel, read = attention_bytes(call, shapes, needs, kind), tuple(range(len(shapes)))
+    operands = read if kernel.keeps_mask else tuple(i for i in read if call.operand_names[i] != MASK)
+    gradients = _own_gradients(shapes, call, needs)
+    return Kept(operands, (0,), kernel.kept, (-1,), (output,), 0, gradients, kernel.workspace)
 
 
 def _with_blocks(found: Kept, shapes: Shapes, call: Call) -> Kept:

@@ -237,7 +237,7 @@ class Drafts:
         if key not in self._kept:
             node, placed = self.node(number, choice)
             rank = busiest(self._tasks[number].call, placed, self.mesh)
-            self._kept[key] = kept_by(node, placed, self._tasks[number].needs, self.mesh, rank, kind)
+            self._kept[key] = kept_by(self._tasks[number], node, placed, self.mesh, rank, kind)
         return self._kept[key]
 
     def unlike_axes(self, number: int, choice: Choice) -> frozenset[str]:

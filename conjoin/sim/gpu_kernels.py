@@ -7,10 +7,16 @@ hundred bytes a call.
 from __future__ import annotations
 
 from math import prod
+from typing import NamedTuple
 
 import torch
 
+from conjoin.cost import HALVES, MASK
 from conjoin.ops import Call, KernelBytes, Shapes, find_spec
+
+_ROWS_KEPT, _MASK_ALIGNMENT, _BLOCK, _HEADS = 32, 8, 64, (32, 64, 128)
+"""Of CUTLASS' attention: what rows are padded to where it keeps a number for each, and columns of a mask; its blocks of
+rows; the widths of heads there are kernels for, of which the first sums up twice (an H200, torch 2.11, 2026-11-19)."""
 
 
 def kernel_bytes(call: Call, shapes: Shapes) -> KernelBytes | None:
@@ -19,9 +25,44 @@ def kernel_bytes(call: Call, shapes: Shapes) -> KernelBytes | None:
     return spec.gpu_bytes(call, shapes) if spec and spec.gpu_bytes else None
 
 
-def attention_workspace(shapes: Shapes) -> int:
-    """The backward of fused attention sums up the gradient of the query in float32."""
-    return prod(shapes[0]) * torch.float32.itemsize
+class AttentionBytes(NamedTuple):
+    """What a kernel of attention keeps besides operands and output, and needs for its gradients."""
+
+    kept: int
+    workspace: int
+    keeps_mask: bool = True
+    """Whether it is the mask as it was given that it keeps."""
+
+
+def attention_bytes(call: Call, shapes: Shapes, needs: tuple[int, ...], kind: str) -> AttentionBytes:
+    """Of fused attention: one number for each row; the gradient of the query is summed up in float32.
+
+    A GPU makes numbers of a mask of truth values. In float32, and where a mask is trained, it is CUTLASS that goes by
+    blocks of rows: it pads rows of a mask, and makes the gradient of one in full before it is summed up.
+    """
+    query, key = shapes[:2]
+    dtype, rows = call.tensors[0].dtype, prod(query[:-1]) * torch.float32.itemsize
+    if kind != "cuda":
+        return AttentionBytes(rows, prod(query) * torch.float32.itemsize)
+    mask = call.operand_names.index(MASK) if MASK in call.operand_names else None
+    trained = mask is not None and mask in needs
+    is_bool = mask is not None and call.tensors[mask].dtype is torch.bool
+    if dtype in HALVES and not trained:
+        made = prod(shapes[mask]) * dtype.itemsize if mask is not None and is_bool else 0
+        return AttentionBytes(rows + made, prod(query) * torch.float32.itemsize, not is_bool)
+    rows, columns = prod(query[:-2]) * _up(query[-2], _ROWS_KEPT), _up(key[-2], _MASK_ALIGNMENT)
+    padded = mask is not None and (is_bool or columns != key[-2])
+    made = prod(shapes[mask][:-1]) * columns * dtype.itemsize if mask is not None and padded else 0
+    width = next((size for size in _HEADS if query[-1] <= size), query[-1])
+    copies = 2 if width == _HEADS[0] else 1
+    workspace = copies * prod(query[:-2]) * _up(query[-2], _BLOCK) * width * torch.float32.itemsize
+    if mask is not None and trained:
+        workspace += max(prod(query[:-1]) * columns - prod(shapes[mask]), 0) * dtype.itemsize
+    return AttentionBytes(rows * torch.float32.itemsize + made, workspace, not padded)
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
 
 
 def numbers_not_kept(call: Call, shapes: Shapes) -> int:

@@ -41,7 +41,10 @@ BIAS = TensorType((1, 16, 256, 256), torch.bfloat16)
         (attention(torch.bfloat16, kv_heads=4), (0, 1, 2), True),
         (attention(torch.float32, kv_heads=4), (0, 1, 2), False),
         (attention(torch.bfloat16, attn_mask=BIAS), (0, 1, 2), True),
-        (attention(torch.bfloat16, attn_mask=BIAS), (0, 1, 2, 3), False),
+        (attention(torch.bfloat16, attn_mask=BIAS), (0, 1, 2, 3), True),
+        (replace(attention(torch.bfloat16, attn_mask=BIAS), turned=True), (0, 1, 2), False),
+        (attention(torch.bfloat16, kv_heads=4, attn_mask=BIAS), (0, 1, 2), True),
+        (attention(torch.bfloat16, kv_heads=4, attn_mask=BIAS), (0, 1, 2, 3), False),
         (attention(torch.float32, width=66), (0, 1, 2), False),
         (attention(torch.bfloat16, width=66), (0, 1, 2), True),
         (attention(torch.float64), (0, 1, 2), False),
@@ -49,7 +52,8 @@ BIAS = TensorType((1, 16, 256, 256), torch.bfloat16)
         (attention(torch.bfloat16, batch=1), (0, 1, 2), False),
     ],
     ids=[
-        "plain", "groups in half", "groups", "mask", "trained mask", "odd rows", "odd rows in half", "double",
+        "plain", "groups in half", "groups", "mask", "trained mask", "rows of the mask apart", "mask over groups",
+        "trained mask over groups", "odd rows", "odd rows in half", "double",
         "one head for all", "one sample for all",
     ],
 )
@@ -63,9 +67,8 @@ def test_attention_without_a_kernel_is_spelled_out(call: Call, needs: tuple[int,
 
 
 def test_what_is_spelled_out_costs_the_host_many_calls() -> None:
-    fused, spelled = (
-        shipped().operator(attention(torch.bfloat16, attn_mask=BIAS), n, H200) for n in ((0, 1, 2), (0, 1, 2, 3))
-    )
+    call = attention(torch.bfloat16, attn_mask=BIAS)
+    fused, spelled = (shipped().operator(each, (0, 1, 2), H200) for each in (call, replace(call, turned=True)))
     assert spelled.host_forward > 5 * fused.host_forward and spelled.forward.value > 3 * fused.forward.value
 
 

@@ -19,7 +19,7 @@ def f32(*shape: int) -> TensorType:
 
 EXACT = {
     "conv2d f32[2,3,8,8] f32[4,3,3,3] none [1, 1] [0, 0] [1, 1] 1 | channels last | grads 1": (
-        Call("conv2d", (f32(2, 3, 8, 8), f32(4, 3, 3, 3), None, (1, 1), (0, 0), (1, 1), 1), channels_last=True),
+        Call("conv2d", (f32(2, 3, 8, 8), f32(4, 3, 3, 3), None, (1, 1), (0, 0), (1, 1), 1), turned=True),
         (1,),
     ),
     "linear f32[64,1024] f32[4096,1024] f32[4096] | grads 0,1,2": (

@@ -290,7 +290,7 @@ def test_convolutions_of_images_whose_channels_lie_last_have_prices_of_their_own
     """A depthwise one in bfloat16 takes the H200 half as long as where they lie first."""
     x, w = TensorType((64, 96, 56, 56), torch.bfloat16), TensorType((96, 1, 7, 7), torch.bfloat16)
     call = Call("conv2d", (x, w, None, (1, 1), (3, 3), (1, 1), 96))
-    first, last = (CostModel().operator(each, (0, 1), H200) for each in (call, replace(call, channels_last=True)))
+    first, last = (CostModel().operator(each, (0, 1), H200) for each in (call, replace(call, turned=True)))
     assert last.forward.value + last.backward.value < 0.7 * (first.forward.value + first.backward.value)
 
 

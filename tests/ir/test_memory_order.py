@@ -115,5 +115,5 @@ def test_convolutions_say_that_they_read_images_whose_channels_lie_last() -> Non
                 )
             )
     model(x)
-    found = [call.channels_last for call in calls_as_they_lie(capture(Permuted(), x)).values() if "conv" in call.op]
+    found = [call.turned for call in calls_as_they_lie(capture(Permuted(), x)).values() if "conv" in call.op]
     assert found == seen == [False, True, True, False]

@@ -145,7 +145,7 @@ def test_channels_that_lie_last_stay_so() -> None:
 
     plan = by_strategy(sample, "data-parallel", 2)
     assert run_ranks(plan.mesh, lies) == [[True] * 4] * 2
-    assert [call.channels_last for call in calls_as_they_lie(sample.graph).values() if "conv" in call.op] == [True] * 2
+    assert [call.turned for call in calls_as_they_lie(sample.graph).values() if "conv" in call.op] == [True] * 2
     assert str(parse_graph(str(sample.graph))) == str(sample.graph) and "channels-last" in str(sample.graph)
 
 

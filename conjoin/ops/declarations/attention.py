@@ -226,7 +226,7 @@ def _peak_flops(call: Call, sizes: Mapping[str, int]) -> float:
 OPS: tuple[OpSpec, ...] = (
     OpSpec("scaled_dot_product_attention", _attention, _sample, terms=_terms, flops=_flops,
            local=_local_attention, asks_where=("l", "s"), grows=("l",), one_dtype=True, rate="dropout_p",
-           by_parts=attention_by_parts, family="attention"),
+           by_parts=attention_by_parts, family="attention", by_order=True),
     OpSpec(RING_ATTENTION, _ring, _ring_sample, terms="value", flops=_ring_flops, local=_local_ring,
            reaches={"t": _keys_reached}, asks_where=("t",), grows=("t",), one_dtype=True, family="attention"),
     OpSpec(ATTENTION_FROM_ROW, _from_row, _from_row_sample, terms="value", flops=_from_row_flops, one_dtype=True,
