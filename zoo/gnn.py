@@ -37,7 +37,7 @@ def add_up(h_VF: Tensor, edge_index_2E: Tensor, weight_E: Tensor | None = None) 
     messages_EF = h_VF.index_select(0, edge_index_2E[0])
     if weight_E is not None:
         messages_EF = messages_EF * weight_E.unsqueeze(-1)
-    return torch.zeros_like(h_VF).index_add(0, edge_index_2E[1], messages_EF)
+    return messages_EF.new_zeros(h_VF.shape).index_add(0, edge_index_2E[1], messages_EF)
 
 
 def average(h_VF: Tensor, edge_index_2E: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class Attention(nn.Module):
         sums_VH = torch.zeros_like(ours_VH).index_add(0, target_E, powers_EH)
         weight_EH = powers_EH / (sums_VH[target_E] + 1e-16)
         messages_EHF = h_VHF[source_E] * weight_EH.unsqueeze(-1)
-        return torch.zeros_like(h_VHF).index_add(0, target_E, messages_EHF)
+        return messages_EHF.new_zeros(h_VHF.shape).index_add(0, target_E, messages_EHF)
 
 
 class Gat(nn.Module):
@@ -262,5 +262,8 @@ def _entry(family: _Family, dataset: _Dataset) -> Entry:
     )
 
 
-_NAMES = {**{name: (name, "reddit") for name in _MODELS}, **{f"gcn-{data}": ("gcn", data) for data in _DATASETS}}
+_NAMES = {
+    **{name: (name, "reddit") for name in _MODELS},
+    **{f"{name}-{data}": (name, data) for name in _MODELS for data in _DATASETS},
+}
 MODELS: dict[str, Entry] = {name: _entry(_MODELS[model], _DATASETS[data]) for name, (model, data) in _NAMES.items()}

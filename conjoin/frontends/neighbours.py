@@ -13,7 +13,7 @@ batch, it is counted how many rows parts of the vertices would send each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -25,7 +25,7 @@ from conjoin.frontends.folded_constants import known_value
 from conjoin.frontends.torch_export import Exported
 from conjoin.frontends.torch_private import is_fake
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Value, cut, drop_unused
-from conjoin.ops import AGGREGATE, EDGE_SOFTMAX, GRAPH_ATTENTION, check_ends
+from conjoin.ops import AGGREGATE, CAST, EDGE_SOFTMAX, GRAPH_ATTENTION, check_ends
 
 PARTS = ((2,), (3,), (2, 2), (2, 3), (2, 2, 2))
 """Into how many parts vertices are taken to be split, one cut inside the other, as axes of a machine do."""
@@ -50,7 +50,7 @@ def with_neighbours(graph: Graph, exported: Exported, model: nn.Module) -> Graph
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A call that computes what a node does; arguments are values of the graph, some of them in another shape."""
+    """A call that computes what a node does; arguments are values of the graph, some of them in another form."""
 
     op: str
     args: tuple[Any, ...]
@@ -59,9 +59,12 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shaped:
+class _Formed:
+    """A value in another shape, or a wider dtype."""
+
     value: Value
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def _replaced(graph: Graph, find: Callable[[Node], _Found | None]) -> Graph:
@@ -71,9 +74,10 @@ def _replaced(graph: Graph, find: Callable[[Node], _Found | None]) -> Graph:
     work = Rewriting(graph)
 
     def new(node: Node, arg: Any) -> Any:
-        if isinstance(arg, _Shaped):
+        if isinstance(arg, _Formed):
             value = work.values[arg.value]
-            return value if value.type.shape == arg.shape else work.emit(node, "reshape", value, arg.shape)
+            value = value if value.type.shape == arg.shape else work.emit(node, "reshape", value, arg.shape)
+            return value if value.type.dtype == arg.dtype else work.emit(node, CAST, value, arg.dtype)
         return work.values[arg] if isinstance(arg, Value) else arg
 
     for node in graph.nodes:
@@ -106,7 +110,7 @@ class _Added:
 
 def _find_added(node: Node) -> _Added | None:
     along = node.op in _ADDED and (node.op == "index_put" or node.call.dim() == 0)
-    if not along or _made_by(node.args[0], *_ZEROS) is None:
+    if not along or _made_by(_before_widening(node.args[0]), *_ZEROS) is None:
         return None
     shape = node.types[0].shape
     if node.op in ("index_add", "index_reduce"):
@@ -172,18 +176,34 @@ def _find_sum(node: Node) -> _Found | None:
     added = _find_added(node)
     if added is None:
         return None
-    for rows, weight in _weighted(added.rows):
-        read = _find_read(rows)
+    dtype = added.rows.type.dtype
+    for rows, weight in _weighted(_before_widening(added.rows)):
+        read = _find_read(_before_widening(rows))
         greatest, least = added.reduce in ("max", _LEAST), added.reduce == _LEAST
-        if read is not None and not (greatest and weight is not None) and read[0].type.dtype == rows.type.dtype:
-            if least and not rows.type.dtype.is_floating_point:  # of some whole numbers there is no other sign
+        if read is not None and not (greatest and weight is not None):
+            if least and not dtype.is_floating_point:  # of some whole numbers there is no other sign
                 return None
-            reduce = "max" if least else added.reduce
-            return _Found(AGGREGATE, (*read, added.target, weight, added.vertices, reduce, (), ()), turned=least)
+            x = _Formed(read[0], read[0].type.shape, dtype)
+            weight = None if weight is None else replace(weight, dtype=dtype)
+            args = x, read[1], added.target, weight, added.vertices, "max" if least else added.reduce, (), ()
+            return _Found(AGGREGATE, args, turned=least)
     return None
 
 
-def _weighted(value: Value) -> Iterator[tuple[Value, _Shaped | None]]:
+def _before_widening(value: Value) -> Value:
+    """What became of a wider floating-point dtype: the sum of such numbers is no other if what they are read from is
+    cast, which are fewer."""
+    cast = _made_by(value, CAST)
+    given = None if cast is None else cast.args[0]
+    return given if given is not None and _is_widened(given.type.dtype, value.type.dtype) else value
+
+
+def _is_widened(dtype: torch.dtype, to: torch.dtype) -> bool:
+    floats = dtype.is_floating_point and to.is_floating_point
+    return dtype == to or (floats and torch.promote_types(dtype, to) == to)
+
+
+def _weighted(value: Value) -> Iterator[tuple[Value, _Formed | None]]:
     """Rows and the weights they are multiplied with, either way round; or rows alone."""
     yield value, None
     product = _made_by(value, "mul.Tensor")
@@ -194,14 +214,17 @@ def _weighted(value: Value) -> Iterator[tuple[Value, _Shaped | None]]:
         while len(shape) > 1 and shape[-1] == 1:
             shape.pop()
         aligned = len(weight.type.shape) == len(rows.type.shape) == len(value.type.shape)
-        if aligned and tuple(shape) == rows.type.shape[: len(shape)] and weight.type.dtype == rows.type.dtype:
-            yield rows, _shaped(weight, tuple(shape))
+        widened = all(_is_widened(factor.type.dtype, value.type.dtype) for factor in (rows, weight))
+        if aligned and widened and tuple(shape) == rows.type.shape[: len(shape)]:
+            yield rows, _formed(_before_widening(weight), tuple(shape))
 
 
-def _shaped(value: Value, shape: tuple[int, ...]) -> _Shaped:
+def _formed(value: Value, shape: tuple[int, ...]) -> _Formed:
     """A value in another shape, without the shapes it had in between."""
     owner = _made_by(value, "unsqueeze", "reshape")
-    return _Shaped(value, shape) if owner is None or value.type.shape == shape else _shaped(owner.args[0], shape)
+    if owner is None or value.type.shape == shape:
+        return _Formed(value, shape, value.type.dtype)
+    return _formed(owner.args[0], shape)
 
 
 def _find_softmax(node: Node) -> _Found | None:

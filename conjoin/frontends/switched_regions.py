@@ -312,12 +312,12 @@ def _write_casts(walk: _Walk, node: fx.Node, region: fx.Node) -> None:
     operands = [n for n in node.all_input_nodes if _can_be_cast(n)]
     wanted = [tensor.dtype for tensor in _tensors(node)]
     spec = find_spec(operator_name(node.target))
-    if spec is not None and spec.one_dtype:
-        candidates: tuple[torch.dtype | None, ...] = (dtype, torch.float32, None)
-    elif autocast_knows(node.target, device):
-        candidates = (torch.float32, dtype, None)
+    if not autocast_knows(node.target, device):
+        candidates: tuple[torch.dtype | None, ...] = (None, dtype, torch.float32)
+    elif spec is not None and spec.one_dtype:
+        candidates = (dtype, torch.float32, None)
     else:
-        candidates = (None, dtype, torch.float32)
+        candidates = (torch.float32, dtype, None)
     for target in candidates:
         if operands and _dtypes_given(node, operands, target) == wanted:
             for operand in operands:

@@ -28,6 +28,7 @@ from conjoin.machine import parse_machine
 from conjoin.runtime import TOLERANCE, Case, Reference, compare_rank, connect, launch, train_alone, verdict
 from conjoin.search import make_plan, strategy_names
 from tests.zoo import graphs
+from tests.zoo.workloads import tiny_names
 
 STEPS, SAMPLE_STEPS = 5, 2
 ROUGH = ("resnext-50",)
@@ -168,7 +169,7 @@ def test_the_sample_covers_every_strategy() -> None:
 
 @pytest.mark.whole_matrix
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", tiny_names())
 def test_everything_trains_like_one_device(name: str, ranks: int) -> None:
     torch.set_num_threads(1)
     results = check(name, ranks, STRATEGIES, STEPS)

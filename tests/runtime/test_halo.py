@@ -109,6 +109,18 @@ def test_vertices_without_edges_and_parts_without_any(name: str, kind: str) -> N
     check(plan, alone(sample, loss), run_ranks(plan.mesh, partial(together, plan, sample, 1)))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_in_mixed_precision_vertices_are_split_as_well(name: str) -> None:
+    """Zoo models under autocast, whose layers are in half precision and whose edges have weights in full."""
+    torch.manual_seed(0)
+    work = zoo.build(f"{name}:tiny", batch_size=13)
+    plan = conjoin.plan(
+        work.model, work.batch, "local:3", loss=work.loss, strategy="vertex-parallel", precision="bf16-mixed"
+    )
+    assert "all-to-all" in {total.kind for total in explain(plan).totals}
+    assert conjoin.verify_plan(plan, work.model, work.batch, loss=work.loss, num_steps=2).passed
+
+
 def all_together(plans: list[Plan], samples: list[Sample], communicator: Communicator) -> list[tuple[Any, ...]]:
     return [together(plan, sample, 1, communicator) for plan, sample in zip(plans, samples, strict=True)]
 

@@ -127,10 +127,10 @@ OPS: tuple[OpSpec, ...] = (
     _write("scatter_add", _scatter, _scatter_sample, terms=_scatter_terms),
     _write("scatter_reduce.two", _scatter, lambda rng: (*_scatter_sample(rng), rng.choice(("amax", "sum", "mean"))),
            terms=_scatter_terms),
-    _write("index_add", _index_add, _index_add_sample, terms="self + source"),
-    _write("index_copy", _index_copy, _index_copy_sample, flops=0),
+    _write("index_add", _index_add, _index_add_sample, terms="self + source", one_dtype=True),
+    _write("index_copy", _index_copy, _index_copy_sample, flops=0, one_dtype=True),
     _write("index_fill.int_Scalar", _index_fill, lambda rng: (*_index_add_sample(rng)[:3], 0.5), flops=0),
     _write("index_fill.int_Tensor", _index_fill, lambda rng: (*_index_add_sample(rng)[:3], real()), flops=0,
            terms="self + value"),
-    _write("index_put", _index_put, _put_sample, terms=_put_terms),
+    _write("index_put", _index_put, _put_sample, terms=_put_terms, one_dtype=True),
 )  # fmt: skip
