@@ -29,7 +29,7 @@ from conjoin.runtime import (
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.runtime.verification import plan_check, steps
-from conjoin.runtime.verification.differences import largest_of, relative
+from conjoin.runtime.verification.differences import differences_of_step, largest_of, relative
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.models import captured, mlp, plan_of
@@ -219,6 +219,14 @@ class Several(nn.Module):
 def test_models_without_a_loss(strategy: str) -> None:
     assert verified(nn.Linear(4, 4), torch.randn(4, 4), strategy=strategy).passed
     assert verified(Several(), torch.randn(4, 4), strategy=strategy).passed
+
+
+@pytest.mark.parametrize(("size", "passes"), [(1e-17, True), (1e-9, False)])
+def test_gradients_that_are_what_rounding_left_of_the_loss_are_nothing(size: float, passes: bool) -> None:
+    """As where a model is sure of everything; what is small but more than that is compared as ever."""
+    right = {"weight": torch.tensor([2 * size, -size])}, {"weight": torch.tensor([size, -size])}
+    found = differences_of_step((0.5, right[0]), (0.5, right[1]), 0, lambda _, whole: whole)
+    assert all(difference.is_rounding for difference in found) == passes
 
 
 def test_nothing_to_train() -> None:

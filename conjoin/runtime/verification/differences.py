@@ -13,7 +13,8 @@ from conjoin.runtime.verification.steps import Reference
 
 TOLERANCE = 1e-9
 """Relative, in double precision: a wrong layout is wrong in the first digits, rounding in the last."""
-_SMALL = 1e-3
+_SMALL, _NOTHING = 1e-3, 1e-12
+"""Beside the largest, a small gradient; beside the loss, gradients that rounding may have left and nothing else."""
 
 _Named = Mapping[str, Tensor | None]
 Cut = Callable[[str, Tensor], Tensor]
@@ -37,11 +38,13 @@ class Difference:
 def differences_of_step(
     mine: tuple[float, Mapping[str, Tensor | None]], right: tuple[float, Mapping[str, Tensor]], rank: int, cut: Cut
 ) -> list[Difference]:
-    """The loss and the gradients of one step; what is small beside the largest gradient is compared with that."""
+    """The loss and the gradients of one step; what is small beside the largest gradient is compared with that, and
+    with the loss where no gradient is more than rounding may leave of it."""
     (loss, gradients), (right_loss, right_gradients) = mine, right
     off = relative(_number(loss), _number(right_loss), max(abs(right_loss), _SMALL))
     largest = max(map(largest_of, right_gradients.values()), default=0.0)
-    named = _differences("gradient of ", gradients, right_gradients, rank, _SMALL * largest, cut)
+    floor = abs(right_loss) if largest <= _NOTHING * abs(right_loss) else _SMALL * largest
+    named = _differences("gradient of ", gradients, right_gradients, rank, floor, cut)
     return [Difference("loss", rank, off), *named]
 
 
