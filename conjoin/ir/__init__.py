@@ -59,7 +59,6 @@ from conjoin.ir.pipeline import (
 from conjoin.ir.plain_model import copied_model, plain_model
 from conjoin.ir.plan import (
     BUNDLE_BYTES,
-    MAX_CHUNKS,
     OFFLOAD,
     OFFLOAD_STATE,
     RECOMPUTE,
@@ -77,7 +76,6 @@ from conjoin.ir.plan import (
     offloaded_states,
     offloaded_tensors,
     plan_fingerprint,
-    plan_from_json,
     plan_to_json,
     plan_to_text,
     recompute_actions,
@@ -85,6 +83,7 @@ from conjoin.ir.plan import (
     regathered_parameters,
 )
 from conjoin.ir.plan_files import load_plan, pipeline_from_json
+from conjoin.ir.plan_reading import MAX_CHUNKS, plan_from_json
 from conjoin.ir.printer import arguments_text, node_text, value_text
 from conjoin.ir.python_state import changed_names, generator_states, python_state
 from conjoin.ir.regions import (

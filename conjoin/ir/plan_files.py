@@ -12,14 +12,12 @@ from conjoin.ir.custom_operators import import_operators, read_statements
 from conjoin.ir.files import read_json
 from conjoin.ir.nodes import LeafKind
 from conjoin.ir.pipeline import Pipeline, Stage, check_pipeline, composition_digest, stage_edges
-from conjoin.ir.plan import (
+from conjoin.ir.plan import Mark, Plan, check_plan
+from conjoin.ir.plan_reading import (
     KEYS,
-    Mark,
-    Plan,
     accumulation_from_json,
     check_declared,
     check_keys,
-    check_plan,
     figures_from_json,
     graph_from_json,
     items_of,

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from conjoin.errors import CaptureError
 from conjoin.frontends import capture
-from conjoin.frontends.neighbours import PARTS, count_halos, nested
+from conjoin.frontends.halo_counts import PARTS, count_halos, nested
 from conjoin.ops import AGGREGATE, EDGE_SOFTMAX, GRAPH_ATTENTION
 from conjoin.runtime import to_module
 
