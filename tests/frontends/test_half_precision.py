@@ -85,3 +85,17 @@ def test_statistics_of_a_narrower_input_keep_their_own_dtype(statistics: torch.d
     assert spec is not None
     call = Call(op, (TensorType((4, 3), torch.bfloat16), *(kind,) * 4, True, 0.1, 1e-5))
     assert [type.dtype for type in output_types(spec, call)[3:]] == [tensor.dtype for tensor in made[3:]]
+
+
+class Filled(nn.Module):
+    """Writes one number in full precision where a mask holds, which torch takes for half precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y[x[:, 0] > 0] = torch.tensor(2.0)
+        return y
+
+
+def test_a_number_of_another_dtype_is_written_under_a_mask() -> None:
+    model, x = Filled(), torch.linspace(-1, 1, 12, dtype=torch.float16).view(4, 3).requires_grad_()
+    assert torch.equal(to_module(capture(model, x), model)(x), model(x))

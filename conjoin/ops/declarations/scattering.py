@@ -132,5 +132,5 @@ OPS: tuple[OpSpec, ...] = (
     _write("index_fill.int_Scalar", _index_fill, lambda rng: (*_index_add_sample(rng)[:3], 0.5), flops=0),
     _write("index_fill.int_Tensor", _index_fill, lambda rng: (*_index_add_sample(rng)[:3], real()), flops=0,
            terms="self + value"),
-    _write("index_put", _index_put, _put_sample, terms=_put_terms, one_dtype=True),
+    _write("index_put", _index_put, _put_sample, terms=_put_terms),
 )  # fmt: skip
