@@ -10,7 +10,6 @@ cut it. What depends on a `pipeline` and is not behind a `batch` is a part; wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from conjoin.errors import StrategyError
@@ -18,7 +17,7 @@ from conjoin.ir.builder import is_random
 from conjoin.ir.expansion import drop_unused
 from conjoin.ir.graph import Graph
 from conjoin.ir.micro_batches import Cutting
-from conjoin.ir.nodes import Leaf, Node, Value
+from conjoin.ir.nodes import Node, Value
 from conjoin.ops import BATCH, PIPELINE, Split
 
 
@@ -45,8 +44,7 @@ def cut_part_in_micro_batches(graph: Graph, count: int) -> Graph:
         if not more:
             break
         excluded |= more
-    inside = {node for part in micro_batched_parts(made) for node in part.nodes}
-    if not any(leaf.trainable for node in inside for leaf in _leaves_read(node)):
+    if not _learns(made, {node for part in micro_batched_parts(made) for node in part.nodes}):
         raise StrategyError(
             f"A part of {graph.name} was to run in {count} micro-batches. From its inputs on nothing that it learns "
             f"works on samples apart from others. Do without part={count}."
@@ -54,8 +52,13 @@ def cut_part_in_micro_batches(graph: Graph, count: int) -> Graph:
     return made
 
 
-def _leaves_read(node: Node) -> Iterator[Leaf]:
-    return (value.owner for value in node.inputs if isinstance(value.owner, Leaf))
+def _learns(graph: Graph, inside: set[Node]) -> bool:
+    """Whether these nodes read parameters, or what is made of such for all samples, as casts are."""
+    learned = {Value(leaf) for leaf in graph.leaves if leaf.trainable}
+    for node in graph.nodes:
+        if node not in inside and not learned.isdisjoint(node.inputs):
+            learned.update(node.outputs())
+    return any(node.op != PIPELINE and not learned.isdisjoint(node.inputs) for node in inside)
 
 
 class _PartCutting:
@@ -74,10 +77,14 @@ class _PartCutting:
         """What may not run in micro-batches, since it would have to be drawn again as a whole."""
 
     def run(self) -> Graph:
-        late = [node for node in self._graph.nodes if not self._add_apart(node)]
+        old = self._graph
+        late = [node for node in old.nodes if not self._add_apart(node)]
+        read = [value for node in late for value in node.inputs]
+        for value in (*read, *old.outputs, *(value for _, value in old.updates)):
+            if isinstance(value, Value):
+                self._join(value)  # all at the end of the part, as what their layouts take belongs to it
         for node in late:
             self._add_late(node)
-        old = self._graph
         outputs = tuple(self._whole(v) if isinstance(v, Value) else v for v in old.outputs)
         updates = tuple((name, self._whole(value)) for name, value in old.updates)
         made = self._cutting.builder.finish(
@@ -113,12 +120,10 @@ class _PartCutting:
 
     def _whole(self, value: Value) -> Value:
         """A value of the whole batch: as it is there, joined, or made again of what is, as views are."""
+        self._join(value)
         if value not in self._joined:
-            found, part = self._cutting.whole(value), self._cutting.part(value)
-            if found is None and part is not None and self._can_be_joined(value, part[1]):
-                assert isinstance(part[1], Split)
-                found = self._cutting.call(BATCH, part[0], part[1].dim, self._count)
-            elif found is None:
+            found = self._cutting.whole(value)
+            if found is None:
                 node = self._made[value]
                 if is_random(node.op, node.args):
                     self.refused.add(node)
@@ -126,6 +131,15 @@ class _PartCutting:
                 found = self._found(value)
             self._joined[value] = found
         return self._joined[value]
+
+    def _join(self, value: Value) -> None:
+        """Put a value of the micro-batches together, where it is not there as a whole and can be."""
+        part = self._cutting.part(value)
+        if value in self._joined or part is None or self._cutting.whole(value) is not None:
+            return
+        if self._can_be_joined(value, part[1]):
+            assert isinstance(part[1], Split)
+            self._joined[value] = self._cutting.call(BATCH, part[0], part[1].dim, self._count)
 
     def _can_be_joined(self, value: Value, placement: object) -> bool:
         """Whether a dim is the batch alone: of samples that are flattened with others there is no every n-th."""

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import conjoin
+import zoo
 from conjoin.cost import CostModel
 from conjoin.errors import PlanError, StrategyError, UsageError
 from conjoin.frontends import capture
@@ -174,6 +176,20 @@ def test_a_plan_may_be_edited_and_a_wrong_edit_is_refused() -> None:
     wanted = model(*batch_of()).detach()
     (found,) = on_ranks(plan_from_json(text), model)
     torch.testing.assert_close(found[0], wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "precision"),
+    [("bert-base", "megatron:tp=2", None), ("alexnet", "fsdp", "bf16-mixed"), ("gcn", "data-parallel", "bf16-mixed")],
+)
+def test_parts_of_models_of_the_zoo(name: str, strategy: str, precision: str | None) -> None:
+    """Sums that are asked for late, behind another part; parameters that are cast before any micro-batch."""
+    work = zoo.build(f"{name}:tiny", batch_size=16)
+    plan = conjoin.plan(
+        work.model, work.batch, "local:4", loss=work.loss, strategy=f"{strategy}+part=2", precision=precision
+    )
+    assert any(part.count == 2 for part in micro_batched_parts(plan.graph))
+    assert conjoin.verify_plan(plan, work.model, work.batch, loss=work.loss, num_steps=2).passed
 
 
 def test_nothing_to_cut_is_said() -> None:
