@@ -41,12 +41,14 @@ def pytest_runtest_setup() -> None:
 
 def pytest_collection_finish() -> None:
     """With thresholds as high, what a test has made is in the young generations, where `gc.collect(1)` finds it."""
+    from tests.cli.processes import COLLECTED_AT  # and with it the package
+
     _have_ctrl_c()
     _leave_logging_to_one()
     _seed_no_absent_devices()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(400_000, 50, 100)
+    gc.set_threshold(*COLLECTED_AT)
     gc.enable()
 
 
@@ -108,7 +110,7 @@ def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _ranks_with_pytest() -> Iterator[None]:
-    """What forks ranks has imported pytest already: programs stand in modules of tests, and each rank imports those.
+    """What forks ranks has imported pytest and the zoo already: programs and models stand in modules that import those.
 
     Where tests of libraries were collected it has those, too. And it forks commands, which else need one of their own.
     """
@@ -117,7 +119,8 @@ def _ranks_with_pytest() -> Iterator[None]:
 
     own = fork_server._own_modules
     libraries = ["tests.libraries"] if "transformers" in sys.modules else []
+    models = sorted(name for name in sys.modules if name.partition(".")[0] == "zoo")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(fork_server, "_own_modules", lambda: [*own(), "pytest", *libraries])
+        monkeypatch.setattr(fork_server, "_own_modules", lambda: [*own(), "pytest", *libraries, *models])
         monkeypatch.setattr(rank_processes, "_begin", begin_either)
         yield

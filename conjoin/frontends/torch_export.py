@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -124,12 +124,15 @@ class _Step(nn.Module):
         self._record = record
         self._autocast = autocast
         self.known = known or KnownValues()
+        self.followed: AbstractContextManager[object] = nullcontext()
+        """What is watched of calls of model and loss, but not of what export itself asks of their tensors."""
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         given = self._rebuild(tensors)
         before, held = dict(self.model.named_buffers(remove_duplicate=False)), _held(self.model)
         with ExitStack() as regions:
             if any(is_fake(tensor) for tensor in tensors):
+                regions.enter_context(self.followed)
                 regions.enter_context(self.known)
             for device, dtype in self._autocast:
                 regions.enter_context(torch.autocast(device, dtype=dtype))
@@ -348,7 +351,7 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
             watches.enter_context(watch)
         functions = watches.enter_context(watch_custom_functions())
         segments = watches.enter_context(follow_segments(any(p.requires_grad for p in step.parameters())))
-        watches.enter_context(FollowedCalls(note_hook, note_beside))
+        step.followed = FollowedCalls(note_hook, note_beside)
         program = torch.export.export(step, tensors, strict=False)
     told = tuple(f"{p.what}: the graph keeps it as it was at capture" for p in frozen)
     return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()), told)

@@ -453,8 +453,11 @@ class FollowedCalls(TorchFunctionMode):
         if func is Tensor.register_hook:
             self._note_hook(frame)
             return RemovableHandle(OrderedDict())
-        is_layer = func in RECURRENT_CALLS and not kwargs
-        result = recurrent_as_cast(func, args, self._has_onednn) if is_layer else func(*args, **kwargs)
+        if func in RECURRENT_CALLS and not kwargs:
+            with torch._C.DisableTorchFunction():  # where export watches calls, no kernel of an operator can be chosen
+                result = recurrent_as_cast(func, args, self._has_onednn)
+        else:
+            result = func(*args, **kwargs)
         if func is torch.rand and result.dim() == 0:
             self._draws.append(result)
         if func is torch.lstm and result[1].dim() > args[1][0].dim():

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conjoin.runtime.ranks.rendezvous import KeyStore
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def default_store(prefix: str, *, for_thread: bool = False) -> KeyStore:
@@ -111,6 +113,17 @@ def spare_view_replay() -> None:
         config.view_replay_for_aliased_outputs = False
 
 
+def leave_uncompiled(function: F) -> F:
+    """Have `torch.compile` call a Python function as it stands; it may go on with what that calls."""
+    frames: Any = torch._C._dynamo.eval_frame
+    this_one, what_it_calls = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    marked: Any = function
+    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(this_one, what_it_calls))
+    marked._torchdynamo_disable = True
+    return function
+
+
+@leave_uncompiled
 def compiler_follows() -> bool:
     """Whether `torch.compile` would take up a function that is called now, as it does with what compiled ones call."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None

@@ -6,6 +6,7 @@ has changed it.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import runpy
@@ -21,6 +22,8 @@ from conjoin.runtime.ranks import rank_processes
 from conjoin.runtime.ranks.fork_server import server_for
 
 _LOOK_SECONDS = 0.01
+COLLECTED_AT = 400_000, 50, 100
+"""At what thresholds tests and what they fork look for garbage: seldom, since there is much that stays."""
 
 
 class Forked:
@@ -57,6 +60,7 @@ class Forked:
 
 def begin_either(files: list[int]) -> None:
     """In the fork: be a rank, which has four files, or a command."""
+    gc.set_threshold(*COLLECTED_AT)
     (rank_processes._begin if len(files) == 4 else begin)(files)
 
 

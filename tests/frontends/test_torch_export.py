@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from conjoin.frontends import capture
+from conjoin.frontends.torch_export import _Step
+from conjoin.frontends.torch_private import FollowedCalls
 from conjoin.ir import Graph, LeafKind, Value, parse_graph
 from conjoin.ir.graph_file import graph_from_json, graph_to_json
 from conjoin.runtime import to_module
@@ -401,3 +405,17 @@ def test_a_lambda_loss_of_a_loss_inside_the_model(compare: Callable[..., Any]) -
     model = Lambda(lambda f, x: Output(loss=f(x).mean(), logits=f(x)))
     captured = compare(model, X, lambda plain: plain(X).loss, loss=lambda out: out.loss)
     assert captured.graph.loss == 0
+
+
+def test_only_calls_of_model_and_loss_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What export asks of their tensors beside them is several times as much."""
+    follow, inside = FollowedCalls.__torch_function__, []
+
+    def noted(self: FollowedCalls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stack = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
+        inside.append(_Step.forward.__code__ in stack)
+        return follow(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(FollowedCalls, "__torch_function__", noted)
+    capture(nn.Linear(4, 2), (torch.randn(3, 4), torch.randn(3, 2)), functional.mse_loss)
+    assert inside and all(inside)

@@ -14,7 +14,7 @@ from torch import Tensor
 from conjoin.errors import RankError
 from conjoin.machine import Axis, Mesh
 from conjoin.runtime.ranks.board import Board
-from conjoin.runtime.ranks.communicator import Communicator, group_device
+from conjoin.runtime.ranks.communicator import Communicator, group_device, uncompiled
 from conjoin.runtime.ranks.swaps import swap
 from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
 from tests.ir.wording import assert_three_sentences
@@ -182,3 +182,26 @@ def test_every_rank_has_a_gpu_of_its_own(
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert group_device() == torch.device(device)
+
+
+# torch's own compiler deprecates its own functions; nothing of it is ours.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore::FutureWarning:torch")
+def test_the_compiler_leaves_what_talks_to_other_ranks_alone_whatever_it_is_given() -> None:
+    """It compiled how that is switched off, again for every number of tensors, until it gave up."""
+    compiled = []
+
+    @uncompiled
+    def talk(*tensors: Tensor) -> Tensor:
+        compiled.append(torch.compiler.is_compiling())
+        return torch.stack(tensors).sum(0)
+
+    def step(x: Tensor) -> Tensor:
+        return talk(talk(x * 2, x), talk(x), x) + talk(x, x, x, x)
+
+    x = torch.rand(3)
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        made = torch.compile(step, backend="eager")(x)
+    torch.testing.assert_close(made, 9 * x)
+    assert compiled == [False] * 4

@@ -270,6 +270,7 @@ def peak_of_a_rank(plan: Plan, given: Sample, communicator: Communicator) -> int
 
 def peak_on_a_process(plan: Plan, given: Sample, num_bytes: int, communicator: Communicator) -> int:
     offloads.BLOCK_BYTES, aggregation._FEW = num_bytes, 0  # what torch does itself makes a row for every edge
+    gc.freeze()  # what was imported is not looked through for cycles between steps
     return peak_of_a_rank(plan, given, communicator)
 
 

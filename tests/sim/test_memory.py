@@ -31,13 +31,12 @@ from tests.runtime.random_graphs import Sample
 
 
 class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages that are alive after each operator."""
+    """Counts the bytes of all storages that are alive after each operator which may have made them the most so far."""
 
     def __init__(self, *outside: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.peak = 0
-        self._is_more = False
+        self.peak = self._counted = self._made = 0
         for tensor in outside:
             self._note(tensor)
 
@@ -45,16 +44,16 @@ class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         if self.alive.get(storage) != storage.nbytes():
             self.alive[storage] = storage.nbytes()
-            self._is_more = True
+            self._made += storage.nbytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for item in tree_leaves(result):
             if isinstance(item, Tensor):
                 self._note(item)
-        if self._is_more:
-            self.peak = max(self.peak, sum({s._cdata: s.nbytes() for s in list(self.alive)}.values()))
-            self._is_more = False
+        if self._made and self._counted + self._made > self.peak:
+            self._counted, self._made = sum({s._cdata: s.nbytes() for s in list(self.alive)}.values()), 0
+            self.peak = max(self.peak, self._counted)
         return result
 
 

@@ -20,7 +20,14 @@ from conjoin.errors import UsageError
 from conjoin.machine import Mesh
 from conjoin.runtime.ranks.rendezvous import compare
 from conjoin.runtime.ranks.swaps import swap
-from conjoin.runtime.torch_private import all_gather, compiler_follows, default_store, group_of_members, reduce_scatter
+from conjoin.runtime.torch_private import (
+    all_gather,
+    compiler_follows,
+    default_store,
+    group_of_members,
+    leave_uncompiled,
+    reduce_scatter,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 _numbers = count()
@@ -30,15 +37,14 @@ _numbers = count()
 def uncompiled(function: F) -> F:
     """Keep `torch.compile` out of what talks to other ranks: it compiles what stands before and after.
 
-    The switch loads the compiler, which eager runs do without, and takes a while in every call. The compiler asks
-    first when it reads this; it does not where it has given up on whoever calls, and would go on with the function.
+    The switch loads the compiler, which eager runs do without, and takes a while in every call. So the compiler is told
+    to leave this alone, where it meets the call and where it would go on with what is called.
     """
     switched: list[F] = []
 
+    @leave_uncompiled
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not compiler_follows():
             return function(*args, **kwargs)
         if not switched:
