@@ -131,7 +131,7 @@ def _indexed(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node
     """What is read by the numbers of all its rows, one after the other, is seen in another shape."""
     if reads_in_order(args[0].type.shape, args[1]):
         return "reshape", (args[0], types[0].shape), types
-    return operator_name(cast(OpOverload, node.target)), args, types
+    return "index.Tensor", args, types
 
 
 def _reshaped(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:

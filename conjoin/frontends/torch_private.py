@@ -483,9 +483,10 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def constant_of(tensor: Tensor) -> Tensor | None:
-    """A copy of the values that torch itself knows of a stand-in, such as those of `torch.tensor(2.0)`."""
-    constant = tensor.constant if isinstance(tensor, FakeTensor) else None
-    if constant is None:
+    """A copy of the values that torch itself knows of a stand-in, or of those that a tensor has which is none, such as
+    `torch.tensor(2.0)`; None of one that is trained."""
+    constant = tensor.constant if isinstance(tensor, FakeTensor) else None if is_fake(tensor) else tensor
+    if constant is None or constant.requires_grad:
         return None
     with disable_current_modes():
         return constant.clone()
