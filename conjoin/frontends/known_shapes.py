@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from conjoin.frontends.canonical_forms import Refused
 from conjoin.frontends.folded_constants import is_fixed, known_value
 from conjoin.ir import Value
-from conjoin.ops import bind_args, execute, map_tensors, walk_tensors
+from conjoin.ops import bind_args, execute, find_spec, map_tensors, walk_tensors
 
 Constant = Callable[[Tensor], Value]
 """Writes a tensor into the graph."""
@@ -57,6 +57,8 @@ def read_at_indices(op: str, args: tuple[Any, ...], constant: Constant) -> tuple
         dim = args[2] or 0
         rows = torch.arange(source.type.shape[dim]).repeat_interleave(told)
         return "index_select", bind_args("index_select", (source, dim, constant(rows)), {})
+    if op not in (_INDEX, _SELECT, _REPEAT) and find_spec(op) is not None:  # it was told its size, as `one_hot` may be
+        return op, args
     raise Refused("the shape of its result depends on tensor values: use fixed shapes")
 
 

@@ -40,6 +40,7 @@ from conjoin.frontends.torch_private import (
     alignments_sized,
     batched_in_place,
     composites_prepared_once,
+    duals_refused,
     fake_copy,
     is_fake,
     keep_draws,
@@ -248,6 +249,13 @@ def export(
         program, updates, problems, idle = _settle(traced, named)
     outputs, output_structure, reassigned, changed = call.seen[-1]
     kept, dropped = _plain(outputs, output_structure)
+    if loss is None and TENSOR not in outputs:
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in outputs})) or "nothing"
+        raise CaptureError(
+            f"{type(model).__name__} returned {kinds}, and no tensor. A graph finds tensors in tuples, lists, dicts "
+            f"and classes that torch takes apart. Return one of these, or register a dataclass of yours with "
+            f"torch.utils._pytree.register_dataclass."
+        )
     drawn = generator_states().keys() & set(changed)
     left = [f"attribute {name}: forward changes it, the graph does not" for name in changed if name not in drawn]
     left += [f"{name}: forward draws from it, the graph keeps what it drew; draw with torch" for name in sorted(drawn)]
@@ -343,7 +351,8 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
         for traced_otherwise in (loops_of_fixed_shape(step), counted_batches(step), matrices_of_edges()):
             watches.enter_context(traced_otherwise)
         for watch in (
-            _explained(step, tensors), keep_cuda_autocast(), keep_markers(), batched_in_place(), user_lines(line)
+            _explained(step, tensors), keep_cuda_autocast(), keep_markers(), batched_in_place(), duals_refused(),
+            user_lines(line),
         ):
             watches.enter_context(watch)
         functions = watches.enter_context(watch_custom_functions())

@@ -53,6 +53,7 @@ __all__ = [
     "constant_of",
     "decomposition_of",
     "disable_current_modes",
+    "duals_refused",
     "fake_copy",
     "has_alias_info",
     "is_fake",
@@ -406,11 +407,33 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 _LESS = frozenset((Tensor.lt, Tensor.__lt__, torch.lt))
 _GRADIENTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_FOLLOWED = _LESS | _GRADIENTS | RECURRENT_CALLS.keys() | {_DATA, Tensor.register_hook, torch.rand}
+_FUNCTIONS = torch._C._VariableFunctions
+_PACKING = frozenset((_FUNCTIONS._pack_padded_sequence, _FUNCTIONS._pad_packed_sequence))
+_FOLLOWED = _LESS | _GRADIENTS | _PACKING | RECURRENT_CALLS.keys() | {_DATA, Tensor.register_hook, torch.rand}
 
 
 class InnerGradient(Exception):
     """A gradient is taken inside of a forward pass: export does not follow it."""
+
+
+class PackedRows(Exception):
+    """Sequences are packed, of which the shape is that of a batch and no other."""
+
+
+@contextmanager
+def duals_refused() -> Iterator[None]:
+    """Have what differentiates forward (`torch.func.jvp`, `jacfwd`, `linearize`) stop: export loses its tangents."""
+    room: Any = importlib.import_module("torch.autograd.forward_ad")
+    make = room.make_dual
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise InnerGradient("jvp")
+
+    room.make_dual = refuse
+    try:
+        yield
+    finally:
+        room.make_dual = make
 
 
 class FollowedCalls(TorchFunctionMode):
@@ -444,6 +467,8 @@ class FollowedCalls(TorchFunctionMode):
     def _follow(self, func: Any, args: Any, kwargs: Mapping[str, Any], frame: FrameType) -> Any:
         if func in _GRADIENTS:
             raise InnerGradient(func.__name__)
+        if func in _PACKING:
+            raise PackedRows
         if func in _LESS and any(args[0] is draw for draw in self._draws):
             rate = args[1]
             if isinstance(rate, int | float) and not 0 < rate < 1:
