@@ -30,6 +30,7 @@ from conjoin.frontends.functional import (
 )
 from conjoin.frontends.known_values import KnownValues, known_within
 from conjoin.frontends.neighbour_matrices import matrices_of_edges, matrix_of
+from conjoin.frontends.outside_values import outside_values_told
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.self_loops import loops_of_fixed_shape
 from conjoin.frontends.switched_regions import has_cuda_autocast, make_explicit
@@ -120,6 +121,7 @@ class _Step(nn.Module):
 
         if isinstance(loss, nn.Module):
             self.loss = loss
+        self.loss_given = None if isinstance(loss, nn.Module) else loss
         self._call_loss = (lambda *a, **k: loss(*a, **k)) if loss is not None else None
         self._rebuild = rebuild
         self._record = record
@@ -200,13 +202,7 @@ class StepCall:
 
 def _held(model: nn.Module) -> dict[str, Any]:
     """What a model holds beside its state, by path, and where the generators stand that are not torch's."""
-    tensors = {
-        f"{path}.{name}" if path else name: id(value)
-        for path, part in model.named_modules()
-        for name, value in vars(part).items()
-        if not name.startswith("_") and isinstance(value, Tensor)
-    }
-    return {**python_state(model), **tensors, **generator_states()}
+    return {**python_state(model, which=id), **generator_states()}
 
 
 def _ambient_autocast() -> AutocastRegions:
@@ -358,9 +354,10 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
         functions = watches.enter_context(watch_custom_functions())
         segments = watches.enter_context(follow_segments(any(p.requires_grad for p in step.parameters())))
         watches.enter_context(FollowedCalls(note_hook, note_beside))
+        outside = watches.enter_context(outside_values_told(step.model, step.loss_given, _Step.forward.__code__))
         program = torch.export.export(step, tensors, strict=False)
-    told = tuple(f"{p.what}: the graph keeps it as it was at capture" for p in frozen)
-    return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()), told)
+    told = tuple(dict.fromkeys(f"{p.what}: the graph keeps it as it was at capture" for p in frozen))
+    return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()), (*told, *outside))
 
 
 def _settle(

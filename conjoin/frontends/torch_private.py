@@ -412,6 +412,14 @@ _PACKING = frozenset((_FUNCTIONS._pack_padded_sequence, _FUNCTIONS._pad_packed_s
 _FOLLOWED = _LESS | _GRADIENTS | _PACKING | RECURRENT_CALLS.keys() | {_DATA, Tensor.register_hook, torch.rand}
 
 
+_READ = frozenset((
+    _DATA, Tensor.detach, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__,
+    Tensor.__complex__, Tensor.__index__,
+))  # fmt: skip
+"""What gives the values of a tensor without its gradient."""
+_TAKEN = _READ | {Tensor.__setitem__}
+
+
 class InnerGradient(Exception):
     """A gradient is taken inside of a forward pass: export does not follow it."""
 
@@ -487,10 +495,12 @@ class FollowedCalls(TorchFunctionMode):
         return result
 
     def _look_for_beside(self, func: Any, args: Sequence[Any], made: Any, frame: FrameType) -> None:
-        """Tell of parameters that a tensor is made of, but not of a question for a shape or a dtype."""
+        """Tell of parameters that a tensor or a number is made of, but not of a question for a shape or a dtype."""
         for beside in _with_values_and_gradients(args):
-            if any(isinstance(x, Tensor) for x in (made if isinstance(made, tuple | list) else (made,))):
-                self._note_beside(beside, func in (Tensor.detach, _DATA) or not torch.is_grad_enabled(), frame)
+            is_frozen = func in _READ or not torch.is_grad_enabled()
+            results = made if isinstance(made, tuple | list) else (made,)
+            if func in _TAKEN or any(isinstance(x, Tensor) for x in results):
+                self._note_beside(beside, is_frozen, frame)
 
 
 def _with_values_and_gradients(args: Sequence[Any]) -> Iterator[Tensor]:
@@ -498,7 +508,7 @@ def _with_values_and_gradients(args: Sequence[Any]) -> Iterator[Tensor]:
     for arg in args:
         if isinstance(arg, tuple | list):
             yield from _with_values_and_gradients(arg)
-        elif type(arg) in (Tensor, nn.Parameter) and arg.requires_grad and arg.is_leaf:
+        elif type(arg) in (Tensor, nn.Parameter) and arg.requires_grad:
             yield arg
 
 
