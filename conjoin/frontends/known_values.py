@@ -133,7 +133,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def value(self, tensor: Tensor) -> Tensor | None:
         """The values of a tensor, where they are known: of what a program has written in it, too."""
         known = self._known.get(tensor) if self._known else None
-        if known is None and (known := constant_of(tensor)) is not None:
+        if known is None and (known := constant_of(tensor, self._largest)) is not None:
             self._known[tensor] = known  # a copy: what writes to a constant is done to both
         return known
 

@@ -517,11 +517,11 @@ def is_fake(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def constant_of(tensor: Tensor) -> Tensor | None:
+def constant_of(tensor: Tensor, largest: int) -> Tensor | None:
     """A copy of the values that torch itself knows of a stand-in, or of those that a tensor has which is none, such as
-    `torch.tensor(2.0)`; None of one that is trained."""
+    `torch.tensor(2.0)`; None of one that is trained, lies on another device, or is too large."""
     constant = tensor.constant if isinstance(tensor, FakeTensor) else None if is_fake(tensor) else tensor
-    if constant is None or constant.requires_grad:
+    if constant is None or constant.requires_grad or constant.device.type != "cpu" or constant.numel() > largest:
         return None
     with disable_current_modes():
         return constant.clone()
