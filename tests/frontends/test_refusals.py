@@ -154,5 +154,25 @@ def test_dataclasses_of_which_something_would_be_lost_are_refused() -> None:
     capture(Called(lambda m, given: m.layer(given.first) * given.scale), (Dropping(X),))
 
 
+CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float": lambda x: x.float(),
+    "to its own": lambda x: x.to(x.device, x.dtype),
+    "cpu": lambda x: x.cpu(),
+    "type": lambda x: x.type(torch.FloatTensor).type_as(x),
+    "as_tensor": torch.as_tensor,
+    "to_dense": lambda x: x.to_dense(),
+    "resolve": lambda x: x.resolve_conj().resolve_neg(),
+    "real": torch.real,
+    "contiguous": lambda x: x.contiguous(),
+    "requires_grad": lambda x: x.requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_conversion_without_effect_is_none(convert: Callable[[Tensor], Tensor]) -> None:
+    graph = capture(Called(lambda m, x: m.layer(convert(x))), X.clone())
+    assert [node.op for node in graph.nodes] == ["linear"]
+
+
 def test_numpy_in_a_batch_is_refused() -> None:
     assert "torch.from_numpy" in refusal(lambda m, x, y: m.layer(x), X, numpy.ones(3))
