@@ -520,7 +520,8 @@ def is_fake(tensor: Tensor) -> bool:
 def constant_of(tensor: Tensor, largest: int) -> Tensor | None:
     """A copy of the values that torch itself knows of a stand-in, or of those that a tensor has which is none, such as
     `torch.tensor(2.0)`; None of one that is trained, lies on another device, or is too large."""
-    constant = tensor.constant if isinstance(tensor, FakeTensor) else None if is_fake(tensor) else tensor
+    is_real = type(tensor) is Tensor and not tensor.is_meta  # and no other kind of stand-in
+    constant = tensor.constant if isinstance(tensor, FakeTensor) else tensor if is_real else None
     if constant is None or constant.requires_grad or constant.device.type != "cpu" or constant.numel() > largest:
         return None
     with disable_current_modes():
