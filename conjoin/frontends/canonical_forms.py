@@ -127,11 +127,16 @@ def _attention(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.No
     return "scaled_dot_product_attention", without_idle_mask(args), types
 
 
+def _dense(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """What is dense already, as all is in a graph, stays."""
+    return (IDENTITY if args[0].type.dtype == types[0].dtype else "to_dense"), args, types
+
+
 def _indexed(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
     """What is read by the numbers of all its rows, one after the other, is seen in another shape."""
     if reads_in_order(args[0].type.shape, args[1]):
         return "reshape", (args[0], types[0].shape), types
-    return operator_name(cast(OpOverload, node.target)), args, types
+    return "index.Tensor", args, types
 
 
 def _reshaped(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
@@ -226,6 +231,7 @@ _CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
     **dict.fromkeys(("new_zeros", "new_ones", "new_full"), _filled),
     "copy": _copy,
     "cat": _joined,
+    "to_dense": _dense,
     "index.Tensor": _indexed,
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("as_strided", "as_strided_scatter"), _strided),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 from conjoin.errors import CaptureError
-from conjoin.frontends.diagnosis import refuse_sparse
+from conjoin.frontends.diagnosis import refuse_packed, refuse_sparse
 from conjoin.ir import Structure
 
 Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -60,6 +62,8 @@ def deal_out(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) ->
     What the loss cannot do without is not given to a parameter that the model can do without: of `(x, y)` a
     `forward(x, mask=None)` gets x where the loss takes output and target.
     """
+    if any(map(_is_packed, tree_leaves(batch, is_leaf=_is_packed))):
+        raise refuse_packed("The batch")
     takes, wanted = _taken_by(model), _taken_by(loss).required[1:]
     if isinstance(batch, Tensor):
         batch = (batch,)
@@ -78,6 +82,10 @@ def deal_out(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) ->
         f"A batch was given as {type(batch).__name__}. Capture needs the model's inputs: a tensor, a tuple of "
         f"positional inputs or a dict of keyword inputs. Pass one of these (numpy arrays: torch.from_numpy)."
     )
+
+
+def _is_packed(part: Any) -> bool:
+    return isinstance(part, PackedSequence)
 
 
 def _with_whole_batch(dealt: Arguments, loss: Callable[..., Any] | None) -> Arguments:
@@ -105,6 +113,13 @@ def input_names(model: nn.Module, dealt: Arguments, structure: Structure) -> tup
 
 
 def check_batch(leaves: list[Any], tensors: list[Tensor]) -> None:
+    plain = [type(leaf).__name__ for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)]
+    if plain:
+        raise CaptureError(
+            f"The batch holds a {plain[0]}, a dataclass that torch does not know. Capture takes containers apart as "
+            f"torch does, to find the tensors in them. Call torch.utils._pytree.register_dataclass({plain[0]}) once, "
+            f"or give its fields as a dict."
+        )
     strange = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)}
     if strange:
         raise CaptureError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import traceback
 from types import CodeType
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conjoin.errors import CaptureError
 from conjoin.frontends.problems import HIDDEN, MODEL_PREFIX, find_user_line
-from conjoin.frontends.torch_private import FollowedCalls, InnerGradient, is_fake, pretend_exporting, quiet
+from conjoin.frontends.torch_private import FollowedCalls, InnerGradient, PackedRows, is_fake, pretend_exporting, quiet
 from conjoin.frontends.value_checks import answer_of_check
 from conjoin.ir import copied_model
 
@@ -76,6 +77,55 @@ def refuse_sparse(what: str, where: str = "") -> CaptureError:
     )
 
 
+def refuse_packed(what: str) -> CaptureError:
+    """Of packed sequences, with what to do instead."""
+    return CaptureError(
+        f"{what} packs sequences of different lengths (torch.nn.utils.rnn). How many rows a step has then depends on "
+        f"the lengths, which are others in the next batch, and a graph is for one shape of every tensor. Run the layer "
+        f"on the padded batch, and mask what lies behind the end, or read the last state as "
+        f"output[torch.arange(len(output)), lengths - 1]; for a layer that runs backward, flip each sequence by its "
+        f"length."
+    )
+
+
+_WORDS_OF_TORCH = (
+    (
+        (os.path.join("torch", "nested", ""), "nested_tensor"),
+        "The model makes a nested tensor, rows of different lengths. A graph is for one shape of every tensor. Keep "
+        "the rows padded to one length, and mask what was added.",
+    ),
+    (
+        (".numpy() is not supported",),
+        "The model hands a tensor to NumPy. What NumPy makes of it would be kept as the numbers of this batch, and "
+        "gets no gradient. Write it with torch's functions, or compute it before and give it with the batch.",
+    ),
+    (
+        ("CustomObjArgument",),
+        "The model draws from a torch.Generator of its own. A plan keeps the numbers of the ranks apart or alike by "
+        "seeding the generator of torch, and knows of no other. Draw without generator=, or give the numbers with the "
+        "batch.",
+    ),
+    (
+        ("is mutated in the forward method",),
+        "Forward writes to a tensor that is neither a parameter nor a buffer of the model. A graph returns new values "
+        "of buffers, and would forget these. Hold it by register_buffer in the module that writes to it.",
+    ),
+    (
+        ("fake tensor in the exported program constant",),
+        "A tensor of forward was made where torch.export does not follow calls, as in another thread. It would be kept "
+        "as a constant of this batch. Make it in the thread that calls forward, with torch's own functions.",
+    ),
+)
+"""Signs of what torch cannot follow, files of its own or words of its message, and what that is."""
+
+
+def _known_limit(error: Exception) -> str | None:
+    """What it is that torch stopped at, where its own words do not say it."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    where = "\n".join([f"{type(error).__name__}: {error}", *files])
+    return next((told for signs, told in _WORDS_OF_TORCH if any(sign in where for sign in signs)), None)
+
+
 _WRITES_TO_SHARED = "expected compiled_fn to be GraphModule"
 """How torch says that inputs which are written to share memory."""
 
@@ -103,6 +153,11 @@ def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...], call
             f"inner gradient out as operations, leave a penalty on gradients away, or train it without a plan."
             + "".join(map(_shown, places))
         )
+    if isinstance(error, PackedRows):
+        return CaptureError(f"{refuse_packed('The model')}{''.join(map(_shown, places))}")
+    known = _known_limit(error)
+    if known is not None:
+        return CaptureError(known + "".join(map(_shown, places)))
     text = f"{type(error).__name__}: {error}"
     if any(sign in text for sign in _DATA_DEPENDENT):
         places = list(dict.fromkeys(places + _places_that_depend_on_values(step, tensors)))
@@ -121,7 +176,8 @@ def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...], call
             f"makes new values of what is written, does not follow that where memory has two names. Keep one buffer "
             f"and read it by one name, or write to it as a whole." + "".join(map(_shown, places))
         )
-    first = next((part.strip() for part in str(error).splitlines() if part.strip()), "no message")
+    said = str(error).replace("FakeTensor", "Tensor")
+    first = next((part.strip() for part in said.splitlines() if part.strip()), "no message")
     if isinstance(error, TypeError) and not places:  # raised by the call itself
         return CaptureError(
             f"The model could not be captured on this batch: TypeError: {first[:_LONGEST].rstrip('.')}. It was called "

@@ -26,7 +26,8 @@ MAX_ELEMENTS = 2**28
 _LIKE = frozenset({"ones_like", "zeros_like", "full_like"})
 """What these read of a tensor is its type."""
 _ATTENTION = "scaled_dot_product_attention"
-_NAMES = ("lifted_tensor", "_tensor_constant")
+LITERAL = "lifted_tensor"
+_NAMES = (LITERAL, "_tensor_constant")
 """How names begin that torch gives to tensors written in a program."""
 _MIN_GROUPS = 8
 """Fewer heads of keys than a node has devices stay repeated for their queries: then they can be split as far."""
@@ -109,7 +110,7 @@ def without_idle_mask(args: tuple[Any, ...]) -> tuple[Any, ...]:
     were before.
     """
     query, key, value, mask, _, is_causal, scale, *_ = args
-    if not isinstance(mask, Value) or is_causal or not _is_fixed(mask):
+    if not isinstance(mask, Value) or is_causal or not is_fixed(mask):
         return args
     seen = _seen_under_value(mask, query.type.shape[-2], key.type.shape[-2])
     if seen is None or (seen == "past" and scale is not None and not scale > 0):  # kernels scale what is hidden, too
@@ -134,7 +135,7 @@ def _seen_under_value(mask: Value, num_queries: int, num_keys: int) -> str | Non
     return None if known is None else seen_under(known, num_queries, num_keys)
 
 
-def _is_fixed(value: Value) -> bool:
+def is_fixed(value: Value) -> bool:
     """Whether nothing but constants goes into a tensor: told before anything is computed."""
     waiting, seen = [value], set[Value]()
     while waiting:
@@ -198,7 +199,7 @@ def reads_in_order(shape: tuple[int, ...], indices: tuple[Any, ...]) -> bool:
 
     Masks of libraries read those of the batch so, with the number of every sample and of every position.
     """
-    if not indices or any(index is None or not _is_fixed(index) for index in indices):
+    if not indices or any(index is None or not is_fixed(index) for index in indices):
         return False
     last, rank = -1, max(len(index.type.shape) for index in indices)
     for size, index in zip(shape, indices, strict=False):

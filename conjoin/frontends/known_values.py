@@ -28,6 +28,9 @@ _EQUAL = torch.ops.aten.equal.default
 _BRANCHING = (torch.ops.aten.cov.default, torch.ops.aten.corrcoef.default)
 _BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 _TORCHS_CHECK = (torch.__file__, "_check_tensor_all_with")
+_INDEX, _SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default
+_SHAPED = (_INDEX, _SELECT, torch.ops.aten.repeat_interleave.self_Tensor)
+"""What takes masks, or how often something is repeated, and has a shape by them."""
 _UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -36,7 +39,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     torch.nn.Transformer asks of a mask whether it is causal, losses ask of a constant whether it is negative: such a
     branch is the same for every batch, while one that depends on an input is refused. Where somebody asks whether
-    values are valid, to raise if not, they are taken so.
+    values are valid, to raise if not, they are taken so. Where a shape depends on such values, as that of what a mask
+    selects, it is as fixed as they are: what follows from constants alone becomes a constant, and a mask the indices
+    where it holds.
     """
 
     supports_higher_order_operators = True
@@ -59,12 +64,56 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*values)
         if func in _NUMBERS and (answer := self._answer(sys._getframe(1))) is not None:
             return answer
+        if known and func is not _INDEX and torch.Tag.dynamic_output_shape in func.tags:
+            return tree_map_only(Tensor, self._constant, self._computed(func, args, kwargs))
+        if func in _SHAPED:
+            (func, args), kwargs = self._at_indices(func, args, kwargs), {}
         result = func(*args, **kwargs)
         if known and _is_constant(func, result, self._largest):
             self._note(func, args, kwargs, result)
         else:
             self._forget(func, values)
         return result
+
+    def _with_indices(self, args: Any) -> Any:
+        """What is read at masks that are known, read at indices."""
+        made: list[Tensor | None] = []
+        for index in args[1]:
+            mask = self.value(index) if index is not None and index.dtype in (torch.bool, torch.uint8) else None
+            with disable_current_modes():
+                places = () if mask is None else mask.nonzero(as_tuple=True)
+            made += [index] if mask is None else map(self._constant, places)
+        return args[0], made
+
+    def _at_indices(self, func: OpOverload, args: Any, kwargs: Any) -> tuple[OpOverload, Any]:
+        """The same call with indices in place of known masks and numbers of repeats."""
+        if func is _INDEX:
+            return func, self._with_indices(args)
+        source, told = args[0], self.value(args[1])
+        if told is None:
+            return func, args
+        if func is _SELECT:
+            with disable_current_modes():
+                told = told | torch.zeros(1, dtype=told.dtype, device="cpu").expand(source.shape)
+            return _INDEX, self._with_indices((source.expand(told.shape), [self._constant(told)]))
+        dim = next((given for given in (*args[2:3], kwargs.get("dim")) if given is not None), None)
+        source, dim = (source.reshape(-1), 0) if dim is None else (source, dim)
+        with disable_current_modes():
+            rows = torch.arange(source.shape[dim]).repeat_interleave(told)
+        return torch.ops.aten.index_select.default, (source, dim, self._constant(rows))
+
+    def _constant(self, value: Tensor) -> Tensor:
+        made: Tensor = torch.ops.aten.lift_fresh_copy.default(value)
+        self._known[made] = value
+        return made
+
+    def _computed(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """What a call gives for the values of its stand-ins, on the host."""
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": "cpu"}
+        with disable_current_modes(), torch.no_grad():
+            args, kwargs = tree_map_only(Tensor, self._value_or_shape, (args, kwargs))
+            return func(*args, **kwargs)
 
     def _answer(self, frame: FrameType | None) -> bool | None:
         """What is said to a check of values, which then does not raise."""
@@ -82,19 +131,15 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known[stand_in] = value
 
     def value(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor, where they are known."""
+        """The values of a tensor, where they are known: of what a program has written in it, too."""
         known = self._known.get(tensor) if self._known else None
-        if known is None and (known := constant_of(tensor)) is not None:
+        if known is None and (known := constant_of(tensor, self._largest)) is not None:
             self._known[tensor] = known  # a copy: what writes to a constant is done to both
         return known
 
     def _note(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
-        """Do for the values what was done for their stand-ins, on the host."""
-        if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": "cpu"}
-        with disable_current_modes(), torch.no_grad():
-            args, kwargs = tree_map_only(Tensor, self._value_or_shape, (args, kwargs))
-            done = func(*args, **kwargs)
+        """Do for the values what was done for their stand-ins."""
+        done = self._computed(func, args, kwargs)
         for stand_in, value in zip(tree_leaves(result), tree_leaves(done), strict=True):
             if isinstance(stand_in, Tensor):
                 self._known[stand_in] = value

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,8 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._ops import OpOverload
 
 from conjoin.frontends.canonical_forms import IDENTITY, Refused, canonical, unused
+from conjoin.frontends.folded_constants import LITERAL
+from conjoin.frontends.known_shapes import known_results, read_at_indices, takes_values
 from conjoin.frontends.loss_output import find_loss
 from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, source_of
 from conjoin.frontends.torch_export import Exported
@@ -198,6 +201,8 @@ class Lowering:
             args = bind_args(
                 op, fx.node.map_arg(node.args, self._value_of), fx.node.map_arg(node.kwargs, self._value_of)
             )
+            if takes_values(op, args):
+                op, args = self._with_known_values(node, op, args)
             op, args, types = canonical(op, args, types, node)
         except Refused as refused:
             self._lose(node, str(refused))
@@ -212,6 +217,21 @@ class Lowering:
         op = op if spec_for(_call(op, args)) is None or not why_opaque(_call(op, args), types) else OPAQUE + op
         values = tuple(add(op, args, types).outputs())
         self.values[node] = values if isinstance(outputs, tuple | list) else values[0]
+
+    def _with_known_values(self, node: fx.Node, op: str, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+        """A call whose shape may depend on values, for those that are known: constants, or a call at indices."""
+
+        numbers = count()
+
+        def constant(tensor: Tensor) -> Value:
+            name = f"{LITERAL}_{node.name}_{next(numbers)}"
+            return self._add(LeafKind.CONSTANT, name, tensor_type(tensor), data=_bytes_of(tensor))
+
+        known = known_results(op, args)
+        if known is not None:
+            made = tuple(map(constant, known))
+            return IDENTITY, (made if isinstance(node.meta.get("val"), tuple | list) else made[0],)
+        return read_at_indices(op, args, constant)
 
     def _value_of(self, node: fx.Node) -> Any:
         found = self.values.get(node)

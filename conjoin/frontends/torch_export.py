@@ -30,6 +30,7 @@ from conjoin.frontends.functional import (
 )
 from conjoin.frontends.known_values import KnownValues, known_within
 from conjoin.frontends.neighbour_matrices import matrices_of_edges, matrix_of
+from conjoin.frontends.outside_values import outside_values_told
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.self_loops import loops_of_fixed_shape
 from conjoin.frontends.switched_regions import has_cuda_autocast, make_explicit
@@ -40,6 +41,7 @@ from conjoin.frontends.torch_private import (
     alignments_sized,
     batched_in_place,
     composites_prepared_once,
+    duals_refused,
     fake_copy,
     is_fake,
     keep_draws,
@@ -119,6 +121,7 @@ class _Step(nn.Module):
 
         if isinstance(loss, nn.Module):
             self.loss = loss
+        self.loss_given = None if isinstance(loss, nn.Module) else loss
         self._call_loss = (lambda *a, **k: loss(*a, **k)) if loss is not None else None
         self._rebuild = rebuild
         self._record = record
@@ -202,13 +205,7 @@ class StepCall:
 
 def _held(model: nn.Module) -> dict[str, Any]:
     """What a model holds beside its state, by path, and where the generators stand that are not torch's."""
-    tensors = {
-        f"{path}.{name}" if path else name: id(value)
-        for path, part in model.named_modules()
-        for name, value in vars(part).items()
-        if not name.startswith("_") and isinstance(value, Tensor)
-    }
-    return {**python_state(model), **tensors, **generator_states()}
+    return {**python_state(model, which=id), **generator_states()}
 
 
 def _ambient_autocast() -> AutocastRegions:
@@ -251,6 +248,13 @@ def export(
         program, updates, problems, idle = _settle(traced, named)
     outputs, output_structure, reassigned, changed = call.seen[-1]
     kept, dropped = _plain(outputs, output_structure)
+    if loss is None and TENSOR not in outputs:
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in outputs})) or "nothing"
+        raise CaptureError(
+            f"{type(model).__name__} returned {kinds}, and no tensor. A graph finds tensors in tuples, lists, dicts "
+            f"and classes that torch takes apart. Return one of these, or register a dataclass of yours with "
+            f"torch.utils._pytree.register_dataclass."
+        )
     drawn = generator_states().keys() & set(changed)
     left = [f"attribute {name}: forward changes it, the graph does not" for name in changed if name not in drawn]
     left += [f"{name}: forward draws from it, the graph keeps what it drew; draw with torch" for name in sorted(drawn)]
@@ -346,15 +350,17 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
         for traced_otherwise in (loops_of_fixed_shape(step), counted_batches(step), matrices_of_edges()):
             watches.enter_context(traced_otherwise)
         for watch in (
-            _explained(step, tensors), keep_cuda_autocast(), keep_markers(), batched_in_place(), user_lines(line)
+            _explained(step, tensors), keep_cuda_autocast(), keep_markers(), batched_in_place(), duals_refused(),
+            user_lines(line),
         ):
             watches.enter_context(watch)
         functions = watches.enter_context(watch_custom_functions())
         segments = watches.enter_context(follow_segments(any(p.requires_grad for p in step.parameters())))
         step.followed = FollowedCalls(note_hook, note_beside)
+        outside = watches.enter_context(outside_values_told(step.model, step.loss_given, _Step.forward.__code__))
         program = torch.export.export(step, tensors, strict=False)
-    told = tuple(f"{p.what}: the graph keeps it as it was at capture" for p in frozen)
-    return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()), told)
+    told = tuple(dict.fromkeys(f"{p.what}: the graph keeps it as it was at capture" for p in frozen))
+    return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()), (*told, *outside))
 
 
 def _settle(

@@ -53,6 +53,7 @@ __all__ = [
     "constant_of",
     "decomposition_of",
     "disable_current_modes",
+    "duals_refused",
     "fake_copy",
     "has_alias_info",
     "is_fake",
@@ -406,11 +407,41 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 _LESS = frozenset((Tensor.lt, Tensor.__lt__, torch.lt))
 _GRADIENTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_FOLLOWED = _LESS | _GRADIENTS | RECURRENT_CALLS.keys() | {_DATA, Tensor.register_hook, torch.rand}
+_FUNCTIONS = torch._C._VariableFunctions
+_PACKING = frozenset((_FUNCTIONS._pack_padded_sequence, _FUNCTIONS._pad_packed_sequence))
+_FOLLOWED = _LESS | _GRADIENTS | _PACKING | RECURRENT_CALLS.keys() | {_DATA, Tensor.register_hook, torch.rand}
+
+
+_READ = frozenset((
+    _DATA, Tensor.detach, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__,
+    Tensor.__complex__, Tensor.__index__,
+))  # fmt: skip
+"""What gives the values of a tensor without its gradient."""
+_TAKEN = _READ | {Tensor.__setitem__}
 
 
 class InnerGradient(Exception):
     """A gradient is taken inside of a forward pass: export does not follow it."""
+
+
+class PackedRows(Exception):
+    """Sequences are packed, of which the shape is that of a batch and no other."""
+
+
+@contextmanager
+def duals_refused() -> Iterator[None]:
+    """Have what differentiates forward (`torch.func.jvp`, `jacfwd`, `linearize`) stop: export loses its tangents."""
+    room: Any = importlib.import_module("torch.autograd.forward_ad")
+    make = room.make_dual
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise InnerGradient("jvp")
+
+    room.make_dual = refuse
+    try:
+        yield
+    finally:
+        room.make_dual = make
 
 
 class FollowedCalls(TorchFunctionMode):
@@ -444,6 +475,8 @@ class FollowedCalls(TorchFunctionMode):
     def _follow(self, func: Any, args: Any, kwargs: Mapping[str, Any], frame: FrameType) -> Any:
         if func in _GRADIENTS:
             raise InnerGradient(func.__name__)
+        if func in _PACKING:
+            raise PackedRows
         if func in _LESS and any(args[0] is draw for draw in self._draws):
             rate = args[1]
             if isinstance(rate, int | float) and not 0 < rate < 1:
@@ -465,10 +498,12 @@ class FollowedCalls(TorchFunctionMode):
         return result
 
     def _look_for_beside(self, func: Any, args: Sequence[Any], made: Any, frame: FrameType) -> None:
-        """Tell of parameters that a tensor is made of, but not of a question for a shape or a dtype."""
+        """Tell of parameters that a tensor or a number is made of, but not of a question for a shape or a dtype."""
         for beside in _with_values_and_gradients(args):
-            if any(isinstance(x, Tensor) for x in (made if isinstance(made, tuple | list) else (made,))):
-                self._note_beside(beside, func in (Tensor.detach, _DATA) or not torch.is_grad_enabled(), frame)
+            is_frozen = func in _READ or not torch.is_grad_enabled()
+            results = made if isinstance(made, tuple | list) else (made,)
+            if func in _TAKEN or any(isinstance(x, Tensor) for x in results):
+                self._note_beside(beside, is_frozen, frame)
 
 
 def _with_values_and_gradients(args: Sequence[Any]) -> Iterator[Tensor]:
@@ -476,7 +511,7 @@ def _with_values_and_gradients(args: Sequence[Any]) -> Iterator[Tensor]:
     for arg in args:
         if isinstance(arg, tuple | list):
             yield from _with_values_and_gradients(arg)
-        elif type(arg) in (Tensor, nn.Parameter) and arg.requires_grad and arg.is_leaf:
+        elif type(arg) in (Tensor, nn.Parameter) and arg.requires_grad:
             yield arg
 
 
@@ -485,10 +520,12 @@ def is_fake(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def constant_of(tensor: Tensor) -> Tensor | None:
-    """A copy of the values that torch itself knows of a stand-in, such as those of `torch.tensor(2.0)`."""
-    constant = tensor.constant if isinstance(tensor, FakeTensor) else None
-    if constant is None:
+def constant_of(tensor: Tensor, largest: int) -> Tensor | None:
+    """A copy of the values that torch itself knows of a stand-in, or of those that a tensor has which is none, such as
+    `torch.tensor(2.0)`; None of one that is trained, lies on another device, or is too large."""
+    is_real = type(tensor) is Tensor and not tensor.is_meta  # and no other kind of stand-in
+    constant = tensor.constant if isinstance(tensor, FakeTensor) else tensor if is_real else None
+    if constant is None or constant.requires_grad or constant.device.type != "cpu" or constant.numel() > largest:
         return None
     with disable_current_modes():
         return constant.clone()

@@ -107,7 +107,10 @@ def _check(graph: Graph, steps: int, own_statistics: bool) -> None:
         raise _refusal(graph, steps, why, "Plan it in training, with loss=, as loss=lambda output: output.loss")
     if graph.updates and not own_statistics:
         names = ", ".join(name for name, _ in graph.updates[:2])
-        advice = "Use norms of one sample, as group norm, or a pipeline, where every micro-batch has its own statistics"
+        advice = (
+            "Use norms of one sample, as group norm, or a pipeline, where every micro-batch has its own statistics, or "
+            "part= in the place of micro=, which runs in micro-batches only what works on samples apart"
+        )
         raise _refusal(graph, steps, f"it takes statistics of a whole batch ({names})", advice)
 
 

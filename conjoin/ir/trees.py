@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from conjoin.errors import CaptureError
 from conjoin.ir.sparse_matrices import SparseMatrix, as_matrix, as_parts, is_matrix
 from conjoin.ir.structure import LEAF, Structure
 
@@ -31,10 +34,60 @@ def _describe(spec: pytree.TreeSpec) -> Structure:
         return LEAF
     children = tuple(_describe(child) for child in _children(spec))
     named: Any = list(SparseMatrix._fields) if spec.context is SparseMatrix else spec.context
+    named = _fields(spec) if _is_dataclass(spec.type) else named
     keys = named if isinstance(named, list) and len(named) == len(children) else ()
     if not all(isinstance(key, str | int) for key in keys):
         raise TypeError(f"keys of a {_type_name(spec)} must be strings or integers")
     return Structure(_type_name(spec), tuple(keys), children)
+
+
+def _is_dataclass(kind: Any) -> bool:
+    """Whether torch's `register_dataclass` says how a class is taken apart."""
+    known = pytree.SUPPORTED_NODES.get(kind)
+    return known is not None and is_dataclass(kind) and known.flatten_fn.__module__ == pytree.__name__
+
+
+def _fields(spec: pytree.TreeSpec) -> list[str]:
+    """The fields of a dataclass that hold something; the others are None."""
+    named, absent = spec.context
+    lost = set(absent) - set(_absent(spec.type, named))
+    if lost:
+        raise CaptureError(
+            f"{_type_name(spec)} was given with {', '.join(sorted(lost))} set to None. A graph names the fields that "
+            f"hold something, and puts their defaults into the others, here another than None. Make None the default."
+        )
+    return list(named)
+
+
+def _absent(kind: Any, named: Sequence[Any]) -> list[str]:
+    """The fields of a dataclass that are None where only these are given."""
+    return [
+        field.name
+        for field in fields(kind)
+        if field.init and field.name not in named and field.default in (MISSING, None)
+        and field.default_factory is MISSING
+    ]  # fmt: skip
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (not isinstance(a, Tensor) and bool(a == b))
+
+
+def _check_dropped(tree: Any) -> None:
+    """Fields that a registered dataclass is taken apart without come back as their defaults, whatever they were."""
+    for part in pytree.tree_leaves(tree, is_leaf=lambda part: _is_dataclass(type(part))):
+        if not _is_dataclass(type(part)):
+            continue
+        children, (named, absent) = pytree.SUPPORTED_NODES[type(part)].flatten_fn(part)
+        _check_dropped(children)
+        for field in fields(part):
+            kept = getattr(part, field.name)
+            if field.init and field.name not in (*named, *absent) and not _is_same(kept, field.default):
+                raise CaptureError(
+                    f"A {type(part).__name__} was given with {field.name}={kept!r:.60}, which is left out where torch "
+                    f"takes it apart (drop_field_names). A graph would put the default {field.default!r:.60} there. "
+                    f"Register the class with this field, or give it that default."
+                )
 
 
 def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
@@ -43,6 +96,7 @@ def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
 
 def describe_tree(tree: Any) -> tuple[list[Any], Structure]:
     """Flatten nested containers: the leaves, and the nesting as plain data."""
+    _check_dropped(tree)
     leaves, spec = flatten_tree(tree)
     return leaves, _describe(spec)
 
@@ -75,6 +129,8 @@ def spec_of(structure: Structure) -> pytree.TreeSpec:
     found = _find_class(structure.kind)
     if issubclass(found, tuple) and found not in pytree.SUPPORTED_NODES:
         return pytree.TreeSpec(_NAMED_TUPLE, found, children)
+    if _is_dataclass(found):
+        return pytree.TreeSpec(found, [list(structure.keys), _absent(found, structure.keys)], children)
     return pytree.TreeSpec(found, list(structure.keys) or None, children)
 
 

@@ -7,6 +7,7 @@ plan still has was not rewritten, one that it has no more was.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import groupby
 
@@ -50,10 +51,11 @@ def _known_ways() -> dict[str, RuleWay]:
 def _opened_up(plan: Plan, graph: Graph, names: frozenset[str]) -> Rewritten:
     """A graph in which is expanded or taken apart what is in the plan's."""
     done: tuple[Substitution, ...] = ()
+    operators = {name.partition("-")[2] for name in names}
     while True:
-        kept = _kept(plan, graph)
-        operators = {name.partition("-")[2] for name in names}
-        gone = [node for node in graph.nodes if node.op in operators and node not in kept]
+        named = [node for node in graph.nodes if node.op in operators]
+        kept = _kept(plan, graph, named) if named else frozenset()
+        gone = [node for node in named if node not in kept]
         opened = {node for node in gone if _can_open(graph, node) and substitution_of(graph, node).name in names}
         told, made = open_up(graph, frozenset(opened)) if opened else ((), graph)
         if made is graph:
@@ -61,10 +63,10 @@ def _opened_up(plan: Plan, graph: Graph, names: frozenset[str]) -> Rewritten:
         graph, done = made, (*done, *told)
 
 
-def _kept(plan: Plan, graph: Graph) -> frozenset[Node]:
-    """The operators of a graph that the plan still has, with all their attributes but sizes."""
+def _kept(plan: Plan, graph: Graph, asked: Iterable[Node]) -> frozenset[Node]:
+    """Those of some operators of a graph that the plan still has, with all their attributes but sizes."""
     found = find_counterparts(graph, plan.graph)
-    return frozenset(node for node, other in found.items() if _attributes(node) == _attributes(other))
+    return frozenset(node for node in asked if node in found and _attributes(node) == _attributes(found[node]))
 
 
 _SIZES = frozenset({"size", "shape", "sizes", "split_size", "split_sizes", "start", "end", "repeats"})
@@ -88,7 +90,7 @@ def _by_rule(plan: Plan, graph: Graph, name: str) -> Rewritten:
     way, index = _known_ways().get(name), Index(graph)
     if way is None or not way.may_match(index):
         return graph, ()
-    kept = _kept(plan, graph)
+    kept = _kept(plan, graph, graph.nodes)
     found = [m for m in find_matches(index, way.rule, apart=True) if not kept.issuperset(m.nodes)]
     ordered = sorted(found, key=lambda m: -max(index.places[node] for node in m.nodes))
     made, places = apply_all(graph, way.rule, ordered)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import MultivariateNormal, Normal, kl_divergence
 from torch.nn import functional as F
 
+import conjoin
 from conjoin.errors import CaptureError
 from conjoin.frontends import capture
 from conjoin.runtime import to_module
@@ -131,3 +132,24 @@ def test_covariances_are_captured() -> None:
     planned = to_module(capture(model, (torch.randn(5, 6),)), model)
     x = torch.randn(5, 6)
     torch.testing.assert_close(planned(x), model(x))
+
+
+class Flow(nn.Module):
+    """A density of which the prior is a distribution of torch's with a full covariance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, moved = x.chunk(2, 1)
+        scale = self.scale(kept).tanh()
+        prior = MultivariateNormal(torch.zeros(4, dtype=x.dtype), 2 * torch.eye(4, dtype=x.dtype))
+        return -(prior.log_prob(torch.cat([kept, moved * scale.exp()], 1)) + scale.sum(1)).mean()
+
+
+def test_a_triangular_system_is_solved_column_by_column() -> None:
+    model, batch = Flow().double(), torch.randn(8, 4, dtype=torch.float64)
+    plan = conjoin.plan(model, batch, "local:2", strategy="data-parallel+micro=2")
+    assert all(node.types[0].layout for node in plan.graph.nodes if node.op == "linalg_solve_triangular")
+    assert conjoin.verify_plan(plan, model, batch).passed

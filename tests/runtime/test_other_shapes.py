@@ -23,7 +23,7 @@ from conjoin.ir import Graph, LeafKind, Pipeline, Plan, model_mark, operators_of
 from conjoin.machine import Machine, parse_machine
 from conjoin.rules import Index, Library
 from conjoin.runtime import Loader, launch, run_ranks
-from conjoin.runtime.program.other_plans import Key, check_stored_alike
+from conjoin.runtime.program.other_plans import Key, OtherPlans, check_stored_alike
 from conjoin.runtime.program.other_programs import MAX_PROGRAMS
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.search import make_pipeline, make_plan
@@ -435,6 +435,26 @@ def test_few_programs_are_held_and_the_oldest_goes_first(monkeypatch: pytest.Mon
 
     (held,) = run_ranks(case.plan.mesh, program)
     assert held == ["i64[5,6], i64[5,6]", "i64[7,6], i64[7,6]"]
+
+
+def test_garbage_is_collected_before_and_after_a_shape_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = nn.Linear(4, 4), []
+    plan = conjoin.plan(model, torch.ones(8, 4), "local:1", strategy="single")
+    step, find = conjoin.load(plan, model, device="cpu"), OtherPlans.find
+
+    def watched(self: OtherPlans, key: Key, dealt: Any) -> Any:
+        seen.append(gc.isenabled())
+        return find(self, key, dealt)
+
+    monkeypatch.setattr(OtherPlans, "find", watched)
+    step(torch.ones(6, 4))
+    assert seen == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        step(torch.ones(5, 4))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_without_the_loss_another_shape_is_refused() -> None:

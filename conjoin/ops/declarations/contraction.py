@@ -173,6 +173,17 @@ def _cubic(call: Call, sizes: Mapping[str, int]) -> float:
     return float(2 * call.tensors[0].num_elements * sizes["n"])
 
 
+def _triangular(call: Call) -> str:
+    return "... m! k!, ... m! n -> ... m! n" if call["left"] else "... n! k!, ... m n! -> ... m n!"
+
+
+def _triangular_sample(rng: Random) -> Args:
+    side, columns, left = rng.randint(1, 3), rng.randint(1, 4), rng.random() < 0.5
+    batch = random_shape(rng, 0, 2)
+    right = (side, columns) if left else (columns, side)
+    return real(*batch, side, side), real(*batch, *right), rng.random() < 0.5, left, rng.random() < 0.5
+
+
 _product = partial(OpSpec, flops=2, one_dtype=True)
 
 OPS: tuple[OpSpec, ...] = (
@@ -199,6 +210,10 @@ OPS: tuple[OpSpec, ...] = (
     _product("einsum", _einsum, _einsum_sample, terms="tensors*"),
     _product("bilinear", "... i, ... j, o i j, o -> ... o", _bilinear_sample, terms="input1 input2 weight + bias"),
     OpSpec("linalg_inv", "... m! n! -> ... m! n!", _square_sample, flops=_cubic, overloads=("inverse",)),
+    OpSpec(
+        "linalg_solve_triangular", _triangular, _triangular_sample,
+        terms="B", domain=(0.5, 2.0), flops=1, one_dtype=True,
+    ),
     OpSpec("linalg_det", "... m! n! -> ...", _square_sample, flops=_cubic, overloads=("det",)),
     OpSpec("cosine_similarity", _cosine, _cosine_sample, flops=6, dtype=Dtype.FLOAT),
 )
