@@ -318,6 +318,8 @@ def _on_cards(
     given, taken = (piece * have.count.shape[1] + sender for piece in (source, target))
     num_giving, num_taking = have.count[source, sender], want.count.max(axis=1, initial=1)[target]
     for key, count in ((taken, num_taking), (given, num_giving)):
+        if (count == 1).all():
+            continue
         cut, begin, size = _cut_evenly(size, key[place], count[place], least)
         place, offset = place[cut], offset[cut] + begin
     order = np.lexsort((offset, place))
@@ -344,8 +346,8 @@ def _cut_evenly(size: Numbers, key: Numbers, count: Numbers, least: int) -> tupl
 def _turns(size: Numbers, key: Numbers, count: Numbers) -> Numbers:
     """The how manieth run of those with the same key the middle of each is in, of as many runs as it counts; each key
     begins with another."""
-    if not len(size):
-        return key
+    if (count == 1).all():
+        return np.zeros_like(key)
     order, ends, starts, totals = _in_line(size, key)
     lengths = np.diff(np.append(starts, len(order)))
     middle = ends - np.repeat((ends - size[order])[starts], lengths) - (size[order] + 1) // 2
