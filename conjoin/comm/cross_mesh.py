@@ -5,8 +5,9 @@ programme (`senders.py`); hosts that want the same slice form a chain along whic
 pairs of hosts are arranged in rounds without collisions (`rounds.py`), which last together L, the most that a host
 sends or receives. Everything is cut into K chunks: a *frame* is all rounds for one K-th of every amount, and what has
 come in one frame is passed on in the next. With chains of at most A hosts that takes K + A - 1 frames, L(1 + (A -
-1)/K): no way is shorter than L (AlpaComm 3.1, for one slice; here for all of them together). What comes to a host is
-spread there at once.
+1)/K): no way is shorter than L (AlpaComm 3.1, for one slice; here for all of them together). All devices of a host that
+have a slice send as much of it, and all that want it take as much, each over its own card if it has one. What comes to
+a host is spread there at once.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ Numbers = NDArray[np.int64]
 SUMS = (Partial, Greatest)
 CHUNKS = 100
 """In how many chunks slices are passed on where they are: about as many as AlpaComm 3.1 uses."""
+CARD_BYTES = 2**21
+"""For the card of a device at least, where what a host sends or takes is dealt out to several: 80 us of 25 GB/s, eight
+times what a message takes that is empty. Where the devices of a host share a card, smaller parts are fewer chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +204,11 @@ def plan_transfer(
     hosts = all_hosts(source[1], target[1])
     have, want = (pieces_on(shape, layout, grid, hosts) for layout, grid in (source, target))
     slices = slices_between(have, want)
-    parts, kept = _parts(have, want, slices)
+    parts, kept = _parts(have, want, slices, -(-CARD_BYTES // itemsize))
     sizes = np.zeros((len(hosts), len(hosts)), dtype=np.int64)
     np.add.at(sizes, (parts.sender_host, parts.receiver_host), parts.cells.size)
     cells = _in_rounds(parts, sizes)
-    spread = _spread(want, slices, cells, parts)
+    spread = _spread(want, slices, parts, int(cells.round.max(initial=-1)) + 1)
     chain = int(parts.cells.depth.max(initial=-1)) + 1
     most = int(max(sizes.sum(axis=0).max(initial=0), sizes.sum(axis=1).max(initial=0)))
     least = max(int(sizes.sum(axis=0).max(initial=0)), parts.least_sent)
@@ -236,7 +240,7 @@ class _Parts:
     least_sent: int
 
 
-def _parts(have: Pieces, want: Pieces, slices: Slices) -> tuple[_Parts, Cells]:
+def _parts(have: Pieces, want: Pieces, slices: Slices, for_card: int) -> tuple[_Parts, Cells]:
     """Slices dealt out to senders and put on chains, and what is at the hosts that want it already."""
     from_sets, set_hosts = have.host_sets()
     to_sets, wanting_hosts = want.host_sets()
@@ -250,6 +254,8 @@ def _parts(have: Pieces, want: Pieces, slices: Slices) -> tuple[_Parts, Cells]:
     amounts = np.bincount(source_set[moving], weights=slices.sizes[moving], minlength=len(set_hosts)).astype(np.int64)
     shares = split_evenly(amounts.tolist(), [tuple(each.tolist()) for each in set_hosts])
     number, offset, size, sender = _dealt(slices, moving, source_set, shares)
+    place, turn_out, turn_in, offset, size = _on_cards(have, want, (slices, number, offset, size, sender), for_card)
+    number, sender = number[place], sender[place]
     tables = []
     for chain, rows in zip(missing, _members(group_of[number], len(missing)), strict=True):
         if len(chain) and len(rows):
@@ -259,9 +265,9 @@ def _parts(have: Pieces, want: Pieces, slices: Slices) -> tuple[_Parts, Cells]:
     source, target = slices.source[number[row]], slices.target[number[row]]
     first = depth == 0
     giver = np.zeros(len(row), dtype=np.int64)
-    giver[first] = have.on(source[first], from_host[first], row[first])
-    giver[~first] = want.on(target[~first], from_host[~first], row[~first])
-    taker = want.on(target, to_host, row)
+    giver[first] = have.on(source[first], from_host[first], turn_out[row[first]])
+    giver[~first] = want.on(target[~first], from_host[~first], turn_in[row[~first]])
+    taker = want.on(target, to_host, turn_in[row])
     whole = size[row]
     cells = Cells(np.zeros_like(row), giver, taker, number[row], offset[row], whole, np.zeros_like(row), whole, depth)
     sent = {host: 0 for each in set_hosts for host in each.tolist()}
@@ -300,6 +306,61 @@ def _dealt(
     empty = np.zeros(0, dtype=np.int64)
     joined = [np.concatenate([empty, *each]) for each in (numbers, offsets, sizes, hosts)]
     return joined[0], joined[1], joined[2], joined[3]
+
+
+def _on_cards(
+    have: Pieces, want: Pieces, parts: tuple[Slices, Numbers, Numbers, Numbers, Numbers], least: int
+) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+    """Parts cut so that of what a host sends all its devices that have a piece send as much as any other, and all that
+    want it on another host take as much: which part, whose turn it is to send and to take, offset, size."""
+    slices, number, offset, size, sender = parts
+    source, target, place = slices.source[number], slices.target[number], np.arange(len(number))
+    given, taken = (piece * have.count.shape[1] + sender for piece in (source, target))
+    num_giving, num_taking = have.count[source, sender], want.count.max(axis=1, initial=1)[target]
+    for key, count in ((taken, num_taking), (given, num_giving)):
+        if (count == 1).all():
+            continue
+        cut, begin, size = _cut_evenly(size, key[place], count[place], least)
+        place, offset = place[cut], offset[cut] + begin
+    order = np.lexsort((offset, place))
+    place, offset, size = place[order], offset[order], size[order]
+    turn_out = _turns(size, given[place], num_giving[place])
+    return place, turn_out, _turns(size, taken[place], num_taking[place]), offset, size
+
+
+def _cut_evenly(size: Numbers, key: Numbers, count: Numbers, least: int) -> tuple[Numbers, Numbers, Numbers]:
+    """What has a key in common, one after another, cut into as many runs of a size as it counts, none below the least:
+    which it was, where in it this begins, size."""
+    if not len(size):
+        return key, key, size
+    order, ends, starts, totals = _in_line(size, key)
+    runs = np.maximum(np.minimum(totals // least, count[order][starts]), 1)
+    group = np.repeat(np.arange(len(runs)), runs)
+    turn = np.arange(len(group)) - np.repeat(np.cumsum(runs) - runs, runs)
+    begins = ends - size[order]
+    marks = _merged(begins, begins[starts][group] + totals[group] * turn // runs[group])
+    cut = np.searchsorted(ends, marks, side="right")
+    return order[cut], marks - begins[cut], np.diff(np.append(marks, ends[-1]))
+
+
+def _turns(size: Numbers, key: Numbers, count: Numbers) -> Numbers:
+    """The how manieth run of those with the same key the middle of each is in, of as many runs as it counts; each key
+    begins with another."""
+    if (count == 1).all():
+        return np.zeros_like(key)
+    order, ends, starts, totals = _in_line(size, key)
+    lengths = np.diff(np.append(starts, len(order)))
+    middle = ends - np.repeat((ends - size[order])[starts], lengths) - (size[order] + 1) // 2
+    found = np.empty_like(order)
+    found[order] = middle * count[order] // np.repeat(totals, lengths) + np.repeat(np.arange(len(starts)), lengths)
+    return found
+
+
+def _in_line(size: Numbers, key: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """In the order of keys: where each ends, at which of them keys begin, and how much each key has."""
+    order = np.argsort(key, kind="stable")
+    starts = np.flatnonzero(np.append(True, np.diff(key[order])))
+    return order, np.cumsum(size[order]), starts, np.add.reduceat(size[order], starts)
 
 
 def _merged(one: Numbers, other: Numbers) -> Numbers:
@@ -342,12 +403,10 @@ def _in_rounds(parts: _Parts, sizes: Numbers) -> Cells:
     return Cells(turn, cut.sender, cut.receiver, cut.slice, cut.offset, cut.size, x, x + lengths, cut.depth)
 
 
-def _spread(want: Pieces, slices: Slices, cells: Cells, parts: _Parts) -> Cells:
-    """What came to one device of a host, to its other devices that want it."""
+def _spread(want: Pieces, slices: Slices, parts: _Parts, last: int) -> Cells:
+    """What came to one device of a host, to its other devices that want it: all of a part in one message."""
+    cells, host = parts.cells, parts.receiver_host
     target = slices.target[cells.slice]
-    host_of = np.zeros(int(want.devices.max(initial=0)) + 1, dtype=np.int64)
-    host_of[parts.cells.receiver] = parts.receiver_host
-    host = host_of[cells.receiver]
     count, first = want.count[target, host], want.first[target, host]
     row = np.repeat(np.arange(len(target)), count)
     turn = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
@@ -355,10 +414,8 @@ def _spread(want: Pieces, slices: Slices, cells: Cells, parts: _Parts) -> Cells:
     other = device != cells.receiver[row]
     row, device = row[other], device[other]
     copied = cells.chosen(row)
-    last = np.full(len(row), int(cells.round.max(initial=-1)) + 1)
-    return Cells(
-        last, copied.receiver, device, copied.slice, copied.offset, copied.size, copied.x, copied.y, copied.depth
-    )
+    whole = copied.x, copied.y, copied.depth
+    return Cells(np.full(len(row), last), copied.receiver, device, copied.slice, copied.offset, copied.size, *whole)
 
 
 def _kept(have: Pieces, want: Pieces, slices: Slices, shared: list[Numbers], members: list[Numbers]) -> Cells:

@@ -32,6 +32,8 @@ class Streams:
     """By pattern, up to which round each waits; -1 for at once."""
     num_bytes: Numbers
     """By pattern, the bytes of each; 0 where there is none."""
+    in_frames: bool = False
+    """Whether ranks go on together: all wait for the same few rounds."""
 
     @property
     def is_at_once(self) -> bool:
@@ -87,7 +89,7 @@ def _of_cells(plan: TransferPlan, itemsize: int) -> Streams:
     frame = (chunk + depth) * plan.rounds_per_frame
     after = np.where(waits < 0, -1, frame - 1 + waits * last)
     sender, receiver = (np.concatenate([getattr(table, end) for table in tables]) for end in ("sender", "receiver"))
-    return Streams(sender, receiver, pattern, frame + turn, after, (ends - begins) * itemsize)
+    return Streams(sender, receiver, pattern, frame + turn, after, (ends - begins) * itemsize, in_frames=True)
 
 
 def _moving(cells: Cells) -> Cells:

@@ -69,7 +69,7 @@ class PairClasses:
     def of(cls, found: Pairs) -> PairClasses:
         """The classes of some pairs."""
         streams, links = found.streams, found.links
-        num_bytes = _rounded(streams.num_bytes)
+        num_bytes = rounded(streams.num_bytes)
         sent = (digests(streams.rounds, streams.after, num_bytes) * (num_bytes > 0)).sum(axis=1, dtype=np.uint64)
         posted = _summed(found.of_row, sent[streams.pattern], len(found.senders))
         ranks, pairs, wires = _told_apart(digests(posted, links.latency, links.own_rate), found)
@@ -85,7 +85,7 @@ class PairClasses:
         return cls(senders, receivers, links.latency[shown].tolist(), ways, rates, messages)
 
 
-def _rounded(num_bytes: Numbers) -> Floats:
+def rounded(num_bytes: Numbers) -> Floats:
     """Sizes of chunks, those of a pattern made equal, and patterns those before them, where they almost are."""
     exact = num_bytes.astype(np.float64)
     count = np.count_nonzero(num_bytes, axis=1)

@@ -25,6 +25,7 @@ from conjoin.comm import (
     plan_transfer,
     reduced_for_transfer,
 )
+from conjoin.comm.cross_mesh import CARD_BYTES
 from conjoin.comm.rounds import decompose
 from conjoin.comm.senders import depth_first, longest_first, naive, randomized, split_evenly
 from conjoin.errors import PlanError
@@ -55,10 +56,10 @@ def grids(pair: tuple[tuple[int, int], tuple[int, int]]) -> tuple[Grid, Grid]:
 
 
 @cache
-def planned(pair: int, one: int, other: int) -> tuple[TransferPlan, Side, Side]:
+def planned(pair: int, one: int, other: int, itemsize: int = 4) -> tuple[TransferPlan, Side, Side]:
     source, target = grids(PAIRS[pair])
     sides = (LAYOUTS[one], source), (LAYOUTS[other], target)
-    return plan_transfer(SHAPE, 4, *sides, chunks=CHUNKS), *sides
+    return plan_transfer(SHAPE, itemsize, *sides, chunks=CHUNKS), *sides
 
 
 def deliver(shape: tuple[int, ...], source: Side, target: Side, rounds: list[tuple[Message, ...]]) -> None:
@@ -109,15 +110,17 @@ def busy_seconds(plan: TransferPlan, rounds: list[tuple[Message, ...]], host_of:
     return ends[-1] if ends else 0.0
 
 
+@pytest.mark.parametrize("itemsize", [4, CARD_BYTES])
 @pytest.mark.parametrize("pair", range(len(PAIRS)))
-def test_every_device_gets_its_piece_within_the_bound_for_all_pairs_of_layouts(pair: int) -> None:
+def test_every_device_gets_its_piece_within_the_bound_for_all_pairs_of_layouts(pair: int, itemsize: int) -> None:
+    """Of elements so large that a card is worth one, too: then every host spreads what it sends and takes."""
     for one, other in product(range(9), repeat=2):
-        plan, source, target = planned(pair, one, other)
+        plan, source, target = planned(pair, one, other, itemsize)
         rounds = list(plan.rounds())
         deliver(SHAPE, source, target, rounds)
         host_of = {d: h for _, grid in (source, target) for d, h in zip(grid.devices, grid.hosts, strict=True)}
         limit = lower_bound(source, target) * (1 + (plan.longest_chain - 1) / plan.chunks)
-        assert plan.seconds(4.0) <= limit + 1e-9
+        assert plan.seconds(itemsize) <= limit + 1e-9
         rounding = 2 * plan.num_frames * plan.rounds_per_frame  # an element more here and there: sizes are no multiples
         assert busy_seconds(plan, rounds, host_of) <= limit + rounding
 
@@ -142,6 +145,39 @@ def lower_bound(source: Side, target: Side) -> float:
         inside = sum(size(region) for region, hosts in wholes[0].items() if hosts <= some)
         dense = max(dense, inside / len(some))
     return max(*need.values(), dense)
+
+
+@pytest.mark.parametrize("pair", range(len(PAIRS)))
+def test_all_devices_of_a_host_send_and_take_as_much_of_a_piece_as_each_other(pair: int) -> None:
+    """Each has a card of its own; what is passed on goes over the one over which it came."""
+    for one, other in product(range(9), repeat=2):
+        plan, source, target = planned(pair, one, other, CARD_BYTES)
+        host_of = {d: h for _, grid in (source, target) for d, h in zip(grid.devices, grid.hosts, strict=True)}
+        taken, given = (dict.fromkeys(grid.devices, 0) for _, grid in (target, source))
+        for messages in plan.rounds():
+            for message in messages:
+                if host_of[message.sender] != host_of[message.receiver]:
+                    taken[message.receiver] += message.end - message.begin
+                    if message.sender in given:
+                        given[message.sender] += message.end - message.begin
+        for (layout, grid), amounts in ((source, given), (target, taken)):
+            alike: dict[object, list[int]] = {}
+            for rank, device in enumerate(grid.devices):
+                region = region_of(SHAPE, layout, grid.mesh, rank)
+                alike.setdefault((region, host_of[device]), []).append(amounts[device])
+            for found in alike.values():  # an element more of what comes from each host
+                assert max(found) - min(found) <= 2 * PAIRS[pair][0][0], (one, other)
+
+
+def test_what_came_in_several_rounds_is_spread_in_one_message() -> None:
+    """Three hosts have rows, and of four hosts two want the same columns."""
+    source, target = Grid.of_hosts(3, 2), Grid.of_hosts(4, 4, 6, 3)
+    plan = plan_transfer((700, 12), 4, ((("n0", Split(0)),), source), ((("n0", Split(1)),), target), chunks=4)
+    rounds = list(plan.rounds())
+    inside = [m for number, messages in enumerate(rounds) for m in messages if number % plan.rounds_per_frame == 5]
+    assert plan.rounds_per_frame == 6
+    assert len(plan.cells.x) > 3 * 4, "what goes from a host to another is cut where rounds end"
+    assert len(inside) == plan.chunks * 3 * 4 * 3, "chunks, slices for each host, devices that it did not come to"
 
 
 @pytest.mark.parametrize("pair", range(len(PAIRS)))
@@ -199,7 +235,8 @@ def test_any_shape_between_any_grids(data: st.DataObject) -> None:
         first = data.draw(st.integers(0, 4))
         devices = tuple(range(first, first + mesh.size))
         sides.append(((("x", x), ("y", y)), Grid(mesh, devices, tuple(device // 2 for device in devices))))
-    plan = plan_transfer(shape, 4, sides[0], sides[1], chunks=data.draw(st.integers(1, 4)))
+    itemsize, chunks = data.draw(st.sampled_from([4, CARD_BYTES])), data.draw(st.integers(1, 4))
+    plan = plan_transfer(shape, itemsize, sides[0], sides[1], chunks=chunks)
     deliver(shape, sides[0], sides[1], list(plan.rounds()))
 
 

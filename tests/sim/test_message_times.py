@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import product
+from time import process_time
 
 import pytest
 
@@ -11,7 +12,8 @@ from conjoin.comm import SENDER_WAYS, Form, Grid, InRounds, Streams, WholeSlices
 from conjoin.machine import Axis, DeviceType, Link, Machine, Mesh, NodeKind
 from conjoin.ops import Invariant, Layout, Split
 from conjoin.runtime.pipelines import stage_transfers
-from conjoin.sim import crossing_seconds, message_times, pair_classes, streams_seconds
+from conjoin.sim import crossing_seconds, message_phases, message_times, pair_classes, streams_seconds
+from conjoin.sim.message_phases import seconds_in_phases
 from conjoin.sim.pair_classes import ROUNDING, PairClasses, Pairs
 from tests.sim import messages_one_by_one
 from tests.sim.messages_one_by_one import Posted, busiest_link_seconds
@@ -130,3 +132,49 @@ def test_between_many_devices_few_messages_are_followed(source: tuple[str, str],
     found = Pairs.of(streams_of(plan, 2), Machine.preset("dgx-h100", nodes=64))
     if not found.streams.is_at_once:
         assert len(PairClasses.of(found).messages) < 5000
+
+
+@pytest.mark.parametrize(("name", "per_host"), [("dgx-a100", 8), ("p3.8xlarge", 4)])
+@pytest.mark.parametrize("hosts", [(2, 3), (3, 2)])
+def test_phase_by_phase_takes_about_as_long_as_all_messages_one_by_one(
+    name: str, per_host: int, hosts: tuple[int, int]
+) -> None:
+    """Uneven pieces over cards of their own and over one card of a host, in one chunk and in more."""
+    first, second = hosts
+    grids = Grid.of_hosts(first, per_host), Grid.of_hosts(second, per_host, first * per_host, first)
+    machine = Machine.preset(name, nodes=first + second)
+    for shape, source, target in product(
+        [(1003, 2047), (6011, 5122)], [("rows", "rows"), ("columns", "rows")], [("all", "all"), ("columns", "all")]
+    ):
+        sides = [(laid_out(grid, *how), grid) for grid, how in zip(grids, (source, target), strict=True)]
+        plan = plan_transfer(shape, 4, sides[0], sides[1], chunks=5)
+        found = seconds_in_phases(Pairs.of(streams_of(plan, 4), machine))
+        assert found == pytest.approx(followed(plan, 4, machine), rel=0.12), (shape, source, target)
+
+
+def test_what_comes_again_in_every_frame_is_not_gone_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred times as many chunks of the same size are a hundred times as long, and no more work."""
+    grids = Grid.of_hosts(2, 4), Grid.of_hosts(4, 4, 8, 2)
+    machine, seconds, work = Machine.preset("p3.8xlarge", nodes=6), [], []
+    gone: list[object] = []
+    whole = message_phases._Phase.go_through
+    monkeypatch.setattr(message_phases._Phase, "go_through", lambda x, ends: (gone.append(x), whole(x, ends)))
+    for chunks in (40, 4000):
+        plan = plan_transfer((1003 * chunks, 2047), 4, ((), grids[0]), ((), grids[1]), chunks=chunks)
+        before = len(gone)
+        seconds.append(seconds_in_phases(Pairs.of(streams_of(plan, 4), machine)))
+        work.append(len(gone) - before)
+    assert work[0] == work[1] < 40
+    assert seconds[1] == pytest.approx(100 * seconds[0], rel=0.1)
+
+
+@pytest.mark.parametrize("layouts", [(("rows", "all"), ("columns", "all")), (("rows", "rows"), ("all", "columns"))])
+def test_uneven_pieces_of_five_hundred_devices_are_priced_in_about_a_second(
+    layouts: tuple[tuple[str, str], tuple[str, str]],
+) -> None:
+    grids = Grid.of_hosts(64, 8), Grid.of_hosts(64, 8, 512, 64)
+    sides = [(laid_out(grid, *how), grid) for grid, how in zip(grids, layouts, strict=True)]
+    plan = plan_transfer((6000, 5122), 4, sides[0], sides[1], chunks=1)
+    begun = process_time()
+    assert crossing_seconds(plan, 4, Machine.preset("dgx-a100", nodes=128)) > 0
+    assert process_time() - begun < 4.0

@@ -47,6 +47,7 @@ class PipelineProgram:
     ) -> None:
         self.plan, self.store, self.communicator, self._passes = pipeline, store, world, passes
         world.prepare(world.mesh.names)
+        world.prepare_channels()
         self.links = Links.of(pipeline, world)
         orders = orders_on_arrival(pipeline) if exact is not None else [{} for _ in pipeline.stages]
         self.stages = {

@@ -35,6 +35,12 @@ def _inside(part: Region, whole: Region) -> Slices:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, whole, strict=True))
 
 
+def _inside_of(part: Region, whole: Region | None) -> Slices | None:
+    """The same; None where it is all of it."""
+    assert whole is not None, "it has the parts that it gives"
+    return None if part == whole else _inside(part, whole)
+
+
 @dataclass(frozen=True, slots=True)
 class _Turn:
     """What a rank does in a round, after all it has to do with in the rounds up to another one."""
@@ -86,13 +92,15 @@ class Crossing:
         taken, sent, kept = (_regions(self._first + self._later, each) for each in ("taken", "sent", "kept"))
         self._got = tuple({**taken, **kept})
         """What this rank's new piece is made of."""
-        self._given = tuple(region for region in {**sent, **kept} if region not in taken)
-        """What it needs of the piece that it has: of this, nothing comes."""
+        given = (region for region in {**sent, **kept} if region not in taken)
+        self._given = tuple((region, _inside_of(region, self._have)) for region in given)
+        """What it needs of the piece that it has, and where that lies in it: of this, nothing comes."""
         self._kept_back = {**kept, **_regions(self._later, "sent")}
         """What it does not send at once."""
         self._sent_rounds = [turn.round for turn in self._first for _ in turn.sent]
         self._taken_rounds = [turn.round for turn in self._first for _ in turn.taken]
         self._sizes = {region: _count(region) for region in self._got}
+        self._shape = () if self._want is None else region_shape(self._want)
         self._comes_whole = self._got == (self._want,)
         self.passes_on = bool(self._later)
         """Alike on all ranks."""
@@ -125,10 +133,9 @@ class Crossing:
 
     def _parts_of(self, piece: Tensor) -> Parts:
         """What others need of a piece, each part one element after another."""
-        assert self._have is not None
-        piece = piece.to(self._dtype)  # autocast may have made it in another
-        whole = self._have
-        return {region: flat(piece if region == whole else piece[_inside(region, whole)]) for region in self._given}
+        if piece.dtype != self._dtype:
+            piece = piece.to(self._dtype)  # autocast may have made it in another
+        return {region: flat(piece if inside is None else piece[inside]) for region, inside in self._given}
 
     def expect(self, channel: Channel, device: torch.device, onward: Channel | None = None) -> Expected:
         """Get ready for the next one.
@@ -182,9 +189,9 @@ class Crossing:
         """The piece that this rank wants."""
         assert self._want is not None
         if self._comes_whole:
-            return parts[self._want].view(region_shape(self._want))
+            return parts[self._want].view(self._shape)
         device = next(iter(parts.values())).device
-        piece = torch.empty(region_shape(self._want), dtype=self._dtype, device=device)
+        piece = torch.empty(self._shape, dtype=self._dtype, device=device)
         for region, part in parts.items():
             piece[_inside(region, self._want)] = part.view(region_shape(region))
         return piece
@@ -205,7 +212,7 @@ def _receives(turn: _Turn, parts: Parts) -> list[tuple[int, Tensor]]:
 
 def _slice(elements: Tensor, message: Message) -> Tensor:
     """What a message has of the elements of its region."""
-    is_whole = message.begin == 0 and message.end == len(elements)
+    is_whole = message.begin == 0 and message.end == elements.numel()
     return elements if is_whole else elements[message.begin : message.end]
 
 
@@ -232,9 +239,14 @@ class Flight:
 
     def wait(self, round: int | None = None) -> None:
         """Until all is there that belongs to the rounds up to one of them."""
+        if round is None:
+            for parcel, _ in self.parcels:
+                parcel.wait()
+            self.parcels = []
+            return
         left = []
         for parcel, rounds in self.parcels:
-            num_wanted = len(rounds) if round is None else bisect_right(rounds, round)
+            num_wanted = bisect_right(rounds, round)
             if num_wanted == len(rounds):
                 parcel.wait()
             else:

@@ -6,6 +6,7 @@ same in training and in a check without a cluster. Members of a group stand in t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from itertools import count
@@ -135,8 +136,14 @@ class World(Communicator, Protocol):
     def among(self, mesh: Mesh, ranks: tuple[int, ...]) -> Communicator:
         """This rank on a mesh of some of the ranks, which all make it."""
 
+    def prepare_channels(self) -> None:
+        """Make ready for channels; all ranks do."""
+
     def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
         """A channel of some ranks, which all make it in the same order."""
+
+    def sum_over_all(self, tensor: Tensor, last: int) -> None:
+        """Sum a few numbers over all ranks, in place; one of them is expected to come last."""
 
     @property
     def can_break_off(self) -> bool:
@@ -234,6 +241,7 @@ class ProcessGroups:
         self._members: dict[Axes, tuple[int, ...]] = {}
         self._parts: list[ProcessGroups] = []
         self._channels: list[ProcessChannel] = []
+        self._ways: _Ways | None = None
         self._number = str(next(_numbers)) if ranks is None else f"of {ranks}"
         self._num_compared = 0
 
@@ -262,12 +270,29 @@ class ProcessGroups:
         self._parts.append(made)
         return made
 
-    def channel(self, name: str, ranks: tuple[int, ...]) -> ProcessChannel:
-        """Single messages between some of the ranks, in a group of their own."""
-        group = group_of_members(ranks, name) if self._session is None else self._session.group(ranks, name)
-        made = ProcessChannel(group, ranks, self._session, name)
+    def prepare_channels(self) -> None:
+        if self._swaps and self._ways is None:
+            self._ways = _Ways(self._group_with_name, dist.get_world_size())
+
+    def channel(self, name: str, ranks: tuple[int, ...]) -> ProcessChannel | GlooChannel:
+        """Single messages between some of the ranks."""
+        self.prepare_channels()
+        if self._ways is not None:
+            return GlooChannel(self._ways, ranks, self._session)
+        made = ProcessChannel(partial(self._group_with_name, ranks, name), ranks, self._session)
         self._channels.append(made)
         return made
+
+    def _group_with_name(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        return group_of_members(ranks, name) if self._session is None else self._session.group(ranks, name)
+
+    def sum_over_all(self, tensor: Tensor, last: int) -> None:
+        """On Gloo all tell the last one, who tells all; what Gloo sums up goes round twice, rank by rank."""
+        if not self._swaps:
+            self.all_reduce(tensor, self.mesh.names).wait()
+            return
+        axes = self.mesh.names
+        self._started(axes, lambda: _Telling(self._groups[axes], last, tensor)).wait()
 
     @property
     def can_break_off(self) -> bool:
@@ -290,6 +315,8 @@ class ProcessGroups:
         for part in self._parts:
             for axes in part._groups:
                 part._groups[axes] = part._make_group(axes)
+        if self._ways is not None:
+            self._ways.reconnect()
         for channel in self._channels:
             channel.reconnect()
 
@@ -361,66 +388,148 @@ class ProcessGroups:
         return self._started(axes, lambda: swap(kind, self._groups[axes], into, out))
 
 
+class _Telling:
+    """What all ranks tell one, who sums it up and tells all."""
+
+    def __init__(self, group: dist.ProcessGroup, last: int, tensor: Tensor) -> None:
+        self._group, self._tensor, self._is_last = group, tensor, group.rank() == last
+        self._others = [rank for rank in range(group.size()) if rank != group.rank()] if self._is_last else [last]
+        self._heard = tensor.new_empty(len(self._others), tensor.numel())
+        parts = zip(self._others, self._heard.unbind(), strict=True)
+        self._works = [group.recv([part], rank, _TOLD) for rank, part in parts]
+        if not self._is_last:
+            self._say()
+
+    def _say(self) -> None:
+        self._works += [self._group.send([self._tensor], rank, _TOLD) for rank in self._others]
+
+    def wait(self) -> None:
+        All(self._works).wait()
+        if self._is_last:
+            self._works = []
+            self._tensor += self._heard.sum(0)
+            self._say()
+            All(self._works).wait()
+        else:
+            self._tensor.copy_(self._heard[0])
+
+
+_TOLD = 0x5AD
+
+
+class _Ways:
+    """Connections between all ranks on Gloo, of their own for each direction: to higher ranks and to lower ones.
+
+    What is sent before its receiver is ready waits for the word that it is, and so do all words behind what is sent in
+    their own direction. Every group has a thread of its own, which takes time from what is computed: more channels than
+    these share them, and their messages are told apart by tags.
+    """
+
+    def __init__(self, group_of: Callable[[tuple[int, ...], str], dist.ProcessGroup], size: int) -> None:
+        self._group_of, self._ranks = group_of, tuple(range(size))
+        self.rank, self._num_channels = dist.get_rank(), Counter[int]()
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        self.up, self.down = (self._group_of(self._ranks, f"to {which} ranks") for which in ("higher", "lower"))
+
+    def tags(self, ranks: tuple[int, ...]) -> dict[int, int]:
+        """Of a new channel by its other ranks, each of which counts alike those that it has with this one."""
+        others = [rank for rank in ranks if rank != self.rank]
+        self._num_channels.update(others)
+        return {rank: _FIRST_TAG + self._num_channels[rank] for rank in others}
+
+
+_FIRST_TAG = 0x1000
+"""Beyond those that mean something else."""
+
+
+class GlooChannel:
+    """Single messages on connections that channels share."""
+
+    are_apart = True
+
+    def __init__(self, ways: _Ways, ranks: tuple[int, ...], session: Session | None) -> None:
+        self._ways, self._ranks, self._session, self._tags = ways, ranks, session, ways.tags(ranks)
+        self.bytes_sent = 0
+
+    def start(self, sends: Messages, receives: Messages) -> Parcel:
+        for _, tensor in sends:
+            self.bytes_sent += tensor.nbytes
+        return _Parcel.started(self._session, self._ranks, partial(self._start, sends, receives), self.are_apart)
+
+    def _start(self, sends: Messages, receives: Messages) -> Sequence[dist.Work]:
+        """Without what torch does around each of them for other backends."""
+        ways, own, tags = self._ways, self._ways.rank, self._tags
+        works = [(ways.up if p < own else ways.down).recv([tensor], p, tags[p]) for p, tensor in receives]
+        return works + [(ways.up if p > own else ways.down).send([tensor], p, tags[p]) for p, tensor in sends]
+
+
 class ProcessChannel:
-    """Single messages in a process group; a backend that has no tags brings those of two ranks in order, too."""
+    """Single messages in a process group of their own; a backend that has no tags brings those of two ranks in order,
+    and needs those of a time started at once to have several under way."""
+
+    are_apart = False
 
     def __init__(
-        self, group: dist.ProcessGroup, ranks: tuple[int, ...], session: Session | None, name: str = ""
+        self, group: Callable[[], dist.ProcessGroup], ranks: tuple[int, ...], session: Session | None
     ) -> None:
-        self._group, self._ranks, self._session, self._name = group, ranks, session, name
-        self.are_apart = dist.get_backend(group) == dist.Backend.GLOO
+        self._make_group, self._ranks, self._session = group, ranks, session
         self.bytes_sent = 0
-        self._places = {rank: place for place, rank in enumerate(sorted(ranks))}
-        """Of ranks in the group."""
+        self.reconnect()
 
     def reconnect(self) -> None:
         """Take the group that was made anew."""
-        if self._session is not None:
-            self._group = self._session.group(self._ranks, self._name)
+        self._group = self._make_group()
 
     def start(self, sends: Messages, receives: Messages) -> Parcel:
         self.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
-        made = _Parcel(self.are_apart)
-        if self._session is None:
-            made.works = self._start(sends, receives)
-            return made
-
-        def start() -> Work:
-            made.works = self._start(sends, receives)
-            return All(made.works)
-
-        made.watched = self._session.started(self._ranks, start, may_break=True)
-        return made
+        return _Parcel.started(self._session, self._ranks, partial(self._start, sends, receives), self.are_apart)
 
     def _start(self, sends: Messages, receives: Messages) -> Sequence[dist.Work]:
-        """All at once, as NCCL needs it to have several under way; Gloo is spared what that takes."""
-        if self.are_apart:
-            group, places = self._group, self._places
-            works = [group.recv([tensor], places[peer], 0) for peer, tensor in receives]
-            works += [group.send([tensor], places[peer], 0) for peer, tensor in sends]
-            return works
         operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in receives]
         operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in sends]
         return dist.batch_isend_irecv(operations) if operations else ()
 
 
 class _Parcel:
-    """Messages of processes, one by one where the backend has them apart; others are over together."""
+    """Messages of processes under way."""
 
-    def __init__(self, are_apart: bool) -> None:
-        self._are_apart, self._num_over = are_apart, 0
+    def __init__(self, works: Sequence[dist.Work], watched: Watched | None, are_apart: bool) -> None:
+        self._works, self._watched, self._are_apart, self._num_over = works, watched, are_apart, 0
 
-    works: Sequence[dist.Work]
-    watched: Watched | None = None
+    @classmethod
+    def started(
+        cls,
+        session: Session | None,
+        ranks: tuple[int, ...],
+        start: Callable[[], Sequence[dist.Work]],
+        are_apart: bool,
+    ) -> _Parcel:
+        if session is None:
+            return cls(start(), None, are_apart)
+        works: Sequence[dist.Work] = ()
+
+        def watched() -> Work:
+            nonlocal works
+            works = start()
+            return works[0] if len(works) == 1 else All(works)
+
+        watch = session.started(ranks, watched, may_break=True)
+        return cls(works, watch, are_apart)
 
     def wait(self, count: int | None = None) -> None:
-        end = len(self.works) if count is None or not self._are_apart else count
-        part = All(self.works[self._num_over : end])  # Gloo would wait for ever for what was waited for before
-        self._num_over = max(self._num_over, end)
-        if self.watched is None:
+        """One by one where the backend has messages apart; others are over together."""
+        end = len(self._works) if count is None or not self._are_apart else count
+        if end <= self._num_over:
+            return
+        works = self._works[self._num_over : end]  # Gloo would wait for ever for what was waited for before
+        self._num_over = end
+        part = works[0] if len(works) == 1 else All(works)
+        if self._watched is None:
             part.wait()
         else:
-            self.watched.wait_for(part)
+            self._watched.wait_for(part)
 
 
 class All:

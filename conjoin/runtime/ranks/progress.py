@@ -9,14 +9,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 from conjoin.errors import RankError
 
 _AGAIN = "start again from the last checkpoint"
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
+class Passage(NamedTuple):
     """A collective that a rank has entered: the how manieth of a group."""
 
     members: tuple[int, ...]

@@ -84,9 +84,15 @@ class ThreadRanks:
         """This rank on a mesh of some of the ranks."""
         return ThreadRanks(mesh, ranks.index(self.rank), self._board, ranks)
 
+    def prepare_channels(self) -> None:
+        """There is nothing to make ready."""
+
     def channel(self, name: str, ranks: Group) -> ThreadChannel:
         """Single messages between some of the ranks."""
         return ThreadChannel(name, self.rank, self._board)
+
+    def sum_over_all(self, tensor: Tensor, last: int) -> None:
+        self.all_reduce(tensor, self.mesh.names).wait()
 
     def compare(self, text: str) -> list[str]:
         return self._board.compare(self.rank, text)
