@@ -153,11 +153,9 @@ def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...], call
             f"inner gradient out as operations, leave a penalty on gradients away, or train it without a plan."
             + "".join(map(_shown, places))
         )
-    if isinstance(error, PackedRows):
-        return CaptureError(f"{refuse_packed('The model')}{''.join(map(_shown, places))}")
-    known = _known_limit(error)
-    if known is not None:
-        return CaptureError(known + "".join(map(_shown, places)))
+    limit = str(refuse_packed("The model")) if isinstance(error, PackedRows) else _known_limit(error)
+    if limit is not None:
+        return CaptureError("".join((limit, *map(_shown, places))))
     text = f"{type(error).__name__}: {error}"
     if any(sign in text for sign in _DATA_DEPENDENT):
         places = list(dict.fromkeys(places + _places_that_depend_on_values(step, tensors)))

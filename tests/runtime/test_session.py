@@ -51,6 +51,7 @@ def _open_many(rank: int, plan: Any, model: Any, batch: Any) -> list[Any]:
             steps = [load(plan, copy.deepcopy(model), session=session) for _ in range(2)]
             losses = [step(batch).item() for step in steps]
             assert losses[0] == losses[1] and open_session() is session
+        gc.collect()
         found.append(held())
     assert open_session() is None
     try:
