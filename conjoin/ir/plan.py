@@ -19,13 +19,15 @@ from conjoin.ir.graph_file import fingerprint
 from conjoin.ir.host_inputs import host_readers
 from conjoin.ir.library_stamps import is_held_for_true, is_own
 from conjoin.ir.micro_batched_parts import micro_batched_parts
+from conjoin.ir.nodes import LeafKind, Value
 from conjoin.ir.offloads import Made, check_offloads, parse_tensors, tensor_text
 from conjoin.ir.parallel_verifier import find_layout_faults
 from conjoin.ir.parallelize import sequential
+from conjoin.ir.reshards import is_parallel
 from conjoin.ir.segments import Segment, operators_of, parse_segments, segment_texts
 from conjoin.ir.verifier import find_faults
 from conjoin.machine import Mesh
-from conjoin.ops import At
+from conjoin.ops import CAST, CONFINE, At
 
 FORMAT = "conjoin.plan"
 VERSION = 1
@@ -116,6 +118,20 @@ def host_inputs(plan: Plan) -> frozenset[str]:
 def regathered_parameters(plan: Plan) -> frozenset[str]:
     """The parameters that are dropped after the forward pass and gathered again for the backward."""
     return frozenset(action.tensor for action in plan.memory if action.action == REGATHER)
+
+
+def read_at_places(graph: Graph) -> frozenset[str]:
+    """The parameters that ranks gather of which some read nothing, since a reader runs at one place of an axis; also
+    those of which a view or a cast is read so. They cannot be gathered again, for who reads nothing does not come."""
+    names = {Value(leaf): leaf.name for leaf in graph.leaves_of(LeafKind.PARAMETER)}
+    found = set[str]()
+    for node in graph.nodes:
+        read = {names[value] for value in node.inputs if value in names}
+        if node.op == CONFINE:
+            found |= read
+        if read and (is_parallel(node) or node.op == CAST or (node.spec is not None and node.spec.view)):
+            names.update(dict.fromkeys(node.outputs(), min(read)))
+    return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +274,8 @@ def _check_memory(plan: Plan) -> None:
             raise ValueError("what runs in micro-batches keeps nothing that could lie on the host")
         if streamed and (parts or places or plan.accumulation is not None):
             raise ValueError("inputs are to lie on the host during the step, and a part of them is read at a time")
+        if places and (lost := read_at_places(plan.graph) & regathered_parameters(plan)):
+            raise ValueError(f"{min(lost)} is to be gathered again, and at some places of an axis nothing reads it")
         if places and (segments or parts or offloads or plan.accumulation is not None):
             raise ValueError(f"{len(places)} tensors are made at one place of an axis only, and others would wait")
     except ValueError as error:

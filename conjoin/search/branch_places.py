@@ -18,7 +18,7 @@ from math import prod
 import numpy as np
 
 from conjoin.comm import has_places
-from conjoin.ir import Choice
+from conjoin.ir import Choice, read_at_places
 from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, make_layout
 from conjoin.search.branches import Fork, find_forks
@@ -27,7 +27,17 @@ from conjoin.search.entries import Entry, Outcome
 from conjoin.search.exact.units import natural_units
 from conjoin.search.layer_places import deal_depths, layer_depths, longest_way
 from conjoin.search.variants import as_variant
-from conjoin.sim import Classes, Drafts, Layouts, Skeleton, Ticks, measure_memory, task_numbers, to_seconds
+from conjoin.sim import (
+    Classes,
+    Drafts,
+    Layouts,
+    Skeleton,
+    Ticks,
+    measure_memory,
+    put_together,
+    task_numbers,
+    to_seconds,
+)
 
 Places = tuple[tuple[str, int], ...]
 """One place of each of some axes."""
@@ -245,6 +255,8 @@ class _Placing:
         leaves = self.skeleton.graph.leaves
         kept = {leaves[root].name for root, layout in layouts.leaves.items() if has_places(layout)}
         name = before.name if suffix in before.name else f"{before.name}{suffix}"
+        if before.regathered - kept:
+            kept |= read_at_places(put_together(self.skeleton, layouts))
         entry = Entry(name, before.variant, layouts, before.regathered - kept)
         if not self.contest.allows(entry):
             return
