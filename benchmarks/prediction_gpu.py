@@ -8,7 +8,7 @@
 Two lists of models: `zoo`, whose operators the shipped profile holds, and `public`, which nothing was fitted on
 (`public_models.py`; needs torchvision and transformers). `measure` times whole training steps with AdamW, of the plain
 module, of `to_module` and of `load` in turn; with a store it first times every operator of the models on its own, once
-for each distinct call. Between the steps it reads the host's speed by some small calls, as `conjoin calibrate` does.
+for each distinct call. Between the steps it reads the host's speed by a small model's, as `conjoin calibrate` does.
 `predict` simulates the steps from operators alone, on a host of that speed, and compares.
 Without a store the operators are those of the shipped profile; without `--measured` the steps are those in the results,
 whose predictions are made anew; of steps that were not measured the rows in the results are kept. `capture` writes the
@@ -41,11 +41,11 @@ from torch.utils._pytree import tree_map
 import zoo
 from benchmarks import public_models
 from benchmarks.plotting import Point, draw
+from conjoin.cli.host_speed import HostSpeed
 from conjoin.cost import CostModel, Measurement, MeasurementStore, measure, shipped_profiles, write_key
 from conjoin.frontends import capture
 from conjoin.ir import Graph, flatten_tree, load_graph, save_graph
-from conjoin.machine import DeviceType, Machine, NodeKind, fit_line, parse_machine
-from conjoin.ops import Call, TensorType, bind_args
+from conjoin.machine import Machine, NodeKind, fit_line, parse_machine
 from conjoin.runtime import load, to_module
 from conjoin.search import make_plan
 from conjoin.sim import predict, wanted_by
@@ -75,7 +75,7 @@ class Measured:
     loaded_over_plain: float
     peak_bytes: int
     host_factor: float
-    """How much longer the host took for small calls than the profile's did; the median of readings between steps."""
+    """How much longer the host took for a small step than the profile's; the median of readings between steps."""
     host_readings: int
 
 
@@ -147,27 +147,6 @@ def chosen(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     return [(of, name) for of in arguments.lists for name in LISTS[of] if name in (arguments.models or LISTS[of])]
 
 
-def host_calls() -> list[Call]:
-    """Small calls of several kinds, whose device is done sooner than its host."""
-    x, w = TensorType((64, 64), torch.float32), TensorType((64,), torch.float32)
-    given: list[tuple[str, tuple[Any, ...]]] = [
-        ("add.Tensor", (x, x)), ("mul.Tensor", (x, x)), ("relu", (x,)), ("gelu", (x,)), ("linear", (x, x)),
-        ("matmul", (x, x)), ("layer_norm", (x, (64,), w, w)), ("softmax.int", (x, -1)),
-    ]  # fmt: skip
-    return [Call(op, bind_args(op, args, {})) for op, args in given]
-
-
-def measure_host(device: DeviceType, costs: CostModel) -> float:
-    """How much longer this host takes for calls and their backwards than the profile says; the median of some."""
-    ratios = []
-    for call in host_calls():
-        needs = tuple(range(len(call.tensors)))
-        found, priced = measure(call, needs, "cuda", seconds=0.0), costs.operator(call, needs, device)
-        if isinstance(found, Measurement):
-            ratios.append((found.host_forward + found.host_backward) / (priced.host_forward + priced.host_backward))
-    return statistics.median(ratios)
-
-
 def one_gpu(machine: str) -> Machine:
     """One device of a machine's first node."""
     device = parse_machine(machine).device_type(0)
@@ -203,13 +182,12 @@ def milliseconds(step: Callable[[], None]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int, device: DeviceType) -> Measured:
+def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int, host: HostSpeed) -> Measured:
     """Steps in turn, the order turned each round; memory of the captured module alone, without what was there before.
 
-    The host's speed is read between the rounds: it changes by half within a minute. A reading may give torch's cached
-    memory back, and what comes after it takes it anew: that step is not counted. The captured module and the plain
-    one share weights and optimizer; the loaded plan has its own. Python's collector is kept from running in some steps
-    and not in others.
+    The host's speed is read between the rounds: it changes by half within a minute. The step after a reading is not
+    counted. The captured module and the plain one share weights and optimizer; the loaded plan has its own. Python's
+    collector is kept from running in some steps and not in others.
     """
     captured = to_module(case.graph, case.model)
     optimizer = torch.optim.AdamW(captured.parameters(), lr=1e-5)
@@ -225,11 +203,10 @@ def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int, 
     steps = [ours, loaded, stepper(optimizer, case.plain)]
     rounds: list[list[float]] = []
     readings: list[float] = []
-    costs = CostModel()
     gc.collect()
     gc.disable()
     for i in range(_WARMUP + _ROUNDS):
-        readings.append(measure_host(device, costs))
+        readings.append(host.read())
         steps[i % len(steps)]()
         taken = [0.0] * len(steps)
         for k in range(len(steps)):
@@ -248,6 +225,7 @@ def measure_all(arguments: argparse.Namespace) -> int:
     machine = one_gpu(arguments.machine)
     rows: list[Measured] = []
     start = time.perf_counter()
+    host = HostSpeed(machine.device_type(0), torch.device("cuda"))
     for of, name in chosen(arguments):
         for label, dtype in ((label, DTYPES[label]) for label in arguments.dtypes):
             if time.perf_counter() - start > 60 * arguments.minutes:
@@ -259,7 +237,7 @@ def measure_all(arguments: argparse.Namespace) -> int:
                 if arguments.store:
                     with MeasurementStore(arguments.store) as store:
                         time_operators(case.graph, machine, store, arguments.seconds_each)
-                rows.append(time_steps(of, name, label, case, before, machine.device_type(0)))
+                rows.append(time_steps(of, name, label, case, before, host))
                 print(f"{time.perf_counter() - start:.0f} s: {rows[-1]}", flush=True)
             except Exception as error:
                 print(f"{name} {label}: {type(error).__name__}: {str(error)[:200]}", flush=True)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conjoin.cost import CostModel, Measurement, Outcome, fit_efficiencies, mean_outcomes, measure, read_key
+from conjoin.cli.host_speed import HostSpeed
+from conjoin.cost import Measurement, Outcome, fit_efficiencies, mean_outcomes, measure
 from conjoin.machine import DeviceType, Machine
 from conjoin.ops import Call, TensorType, find_spec, flops, signature
 from conjoin.runtime import Pace
@@ -45,6 +46,8 @@ class Probe:
     device: DeviceType
     """Without efficiencies."""
     measurements: tuple[Measurement, ...]
+    host_factor: float = 1.0
+    """How much longer the host of a GPU takes for the calls of a model than prices say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +99,9 @@ def _fit(bare: DeviceType, probes: Sequence[Probe]) -> tuple[DeviceType, float]:
     low, high = _EFFICIENCY_BOUNDS
     efficiency = tuple((family, min(max(share, low), high)) for family, share in found.efficiency)
     fitted = replace(bare, efficiency=efficiency, overhead_seconds=found.overhead_seconds)
-    return replace(fitted, host_factor=_host_factor(fitted, _middle_measurements(probes))), found.error
-
-
-def _host_factor(device: DeviceType, measurements: Sequence[Measurement]) -> float:
-    """How long the host of a GPU takes for calls, of what its prices say; in the median."""
-    if device.kind != "cuda":
-        return 1.0
-    costs, ratios = CostModel(), []
-    for found in measurements:
-        asked = read_key(found.key)
-        priced = costs.operator(*asked, device).host_forward if asked else 0.0
-        ratios += [found.host_forward / priced] if priced and found.host_forward else []
     low, high = _HOST_BOUNDS
-    return min(max(median(ratios), low), high) if ratios else 1.0
+    host = min(max(median(probe.host_factor for probe in probes), low), high)
+    return replace(fitted, host_factor=host), found.error
 
 
 def _middle_device(probes: Sequence[Probe]) -> DeviceType:
@@ -151,7 +143,8 @@ def _probe(machine: Machine, pace: Pace, seconds: float) -> Probe:
     peaks = tuple((_name(dtype), timer.best_rates[dtype]) for dtype in _DTYPES if dtype in timer.best_rates)
     memory = _memory_bytes(machine, pace.device)
     device = DeviceType(_device_name(machine, pace.device), kind, memory, bandwidth, peaks)
-    return Probe(device, tuple(timer.measurements))
+    host_factor = HostSpeed(device, pace.device).read() if kind == "cuda" else 1.0
+    return Probe(device, tuple(timer.measurements), host_factor)
 
 
 class _Timer:

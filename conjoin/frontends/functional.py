@@ -83,9 +83,20 @@ def _whole(node: fx.Node) -> fx.Node:
     return node
 
 
+_FUNCTIONAL_NAMES = {
+    "bernoulli_.float": "bernoulli.p",
+    "normal_": "normal_functional",
+    "pow_.Tensor": "pow.Tensor_Tensor",
+    "float_power_.Tensor": "float_power.Tensor_Tensor",
+    "floor_divide_.Tensor": "floor_divide",
+}
+"""In-place operators whose functional forms have other names than theirs."""
+
+
 def _functional_name(op: OpOverload) -> str:
-    base, dot, overload = operator_name(op).partition(".")
-    return base.removesuffix("_") + dot + overload
+    name = operator_name(op)
+    base, dot, overload = name.partition(".")
+    return _FUNCTIONAL_NAMES.get(name, base.removesuffix("_") + dot + overload)
 
 
 def _is_batch_norm_in_training(node: fx.Node) -> bool:

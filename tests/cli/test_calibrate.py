@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from conjoin.cli.commands.calibrate import Calibration, _doubts, describe
 from conjoin.cli.device_probe import Probe, Speeds, combine_probes
-from conjoin.cost import CostModel, Measurement, read_key
+from conjoin.cli.host_speed import HostSpeed
+from conjoin.cost import Measurement
 from conjoin.machine import COLLECTIVE_KINDS, DeviceType, Machine
 from conjoin.runtime import Communication, Timed
 from tests.cli.conftest import Ran, check_machine
@@ -174,14 +178,28 @@ def test_ranks_of_one_kind_count_together_and_others_apart() -> None:
 
 
 def test_the_host_of_a_gpu_is_compared_with_the_one_that_prices_were_measured_with() -> None:
-    gpu, costs = Machine.preset("dgx-h200").device_type(0), CostModel()
-    keys = [f"mm bf16[{n},{n}] bf16[{n},{n}] | grads 0,1" for n in (64, 128, 256, 512)]
-    priced = [costs.operator(*asked, gpu).host_forward for asked in map(read_key, keys) if asked]
-    found = [Measurement(key, 1e-3, 2e-3, 3 * host, 3 * host) for key, host in zip(keys, priced, strict=True)]
-    (device,) = combine_probes(Machine("one", 1, 1, "cuda"), [Probe(gpu, tuple(found))]).devices
-    assert device.host_factor == pytest.approx(3.0)
+    gpu = Machine.preset("dgx-h200").device_type(0)
+    found = tuple(Measurement(f"mm bf16[{n},{n}] bf16[{n},{n}] | grads 0,1", 1e-3, 2e-3) for n in (64, 128, 256))
+    probes = [Probe(gpu, found, factor) for factor in (3.0, 2.5, 40.0)]
+    speeds = combine_probes(Machine("three", 1, 3, "cuda"), probes)
+    assert [device.host_factor for device in speeds.devices] == [3.0, 3.0, 3.0], "the middle one's"
     there = combine_probes(Machine("one", 1, 1, "cpu"), [probe(DEVICE, 0.04, 1000, 1001, 1002)]).devices
     assert there[0].host_factor == 1.0
+
+
+def test_a_small_step_tells_the_speed_of_the_host_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judged by the clock: what is read is how long the step took, of what is predicted for a host of such speed."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda place: None)
+    gpu, cpu = Machine.preset("dgx-h200").device_type(0), torch.device("cpu")
+    speed = HostSpeed(gpu, cpu)
+    begun = time.perf_counter()
+    factor = speed.read()
+    taken = time.perf_counter() - begun
+    slow = replace(gpu, host_factor=2.0)
+    weak = replace(gpu, memory_bandwidth=gpu.memory_bandwidth / 2)
+    assert 0.3 * taken < 5 * factor * speed.predicted < 1.5 * taken
+    assert HostSpeed(slow, cpu).predicted == pytest.approx(2 * speed.predicted, rel=0.05)
+    assert HostSpeed(weak, cpu).predicted == pytest.approx(speed.predicted, rel=0.05)
 
 
 def test_what_a_machine_says_of_its_devices_stays() -> None:

@@ -159,6 +159,33 @@ def test_an_addition_to_a_part_is_one_addition() -> None:
     assert {"slice_scatter", "conjoin::overwrite"}.isdisjoint(node.op for node in found.nodes)
 
 
+def by_other_names(y: Tensor, total: Tensor) -> Tensor:
+    """In-place operators whose functional forms are not called as they are, beside an addition to a part."""
+    kept, shift = torch.empty(3, 1).bernoulli_(0.6).div_(0.6), torch.empty_like(y).normal_(1.0, 0.1)
+    z = y.exp() * kept + shift
+    z.pow_(y.detach().abs() + 2)
+    wide = z.double()
+    wide.float_power_(y.double().detach().square())
+    wide, steps = wide * 1, 8 * y.detach().double()
+    steps.floor_divide_(y.detach().double() + 3)
+    wide[1:, 1:] += steps[1:, 1:]
+    return wide.float()
+
+
+def test_operators_that_have_other_names_in_place() -> None:
+    model, x = Writes(by_other_names), torch.randn(3, 4)
+    plain, graph = copy.deepcopy(model), capture(model, x)
+    assert {"slice_scatter", "conjoin::overwrite"}.isdisjoint(node.op for node in graph.nodes)
+    assert {"bernoulli.p", "normal_functional", "pow.Tensor_Tensor"} <= {node.op for node in graph.nodes}
+    found = []
+    for step in (to_module(graph, model), plain):
+        torch.manual_seed(7)
+        found.append(step(x))
+        found[-1].backward()
+    assert torch.equal(*found)
+    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
+
+
 def test_an_unread_draw_is_drawn() -> None:
     """Whichever way torch makes a program functional: what is drawn after it would be drawn in its place."""
 
