@@ -42,7 +42,7 @@ def sweep() -> Iterator[Case]:
     parts = (
         _elementwise, _movement, _reductions, _norms, _products, _convolutions, _attention, _lookups,
         _drawn_convolutions, _channels_last, _dilated, _narrow, _factored, _scattered, _channels_last_beside, _resized,
-        _across,
+        _across, _films, _odd,
     )  # fmt: skip
     for part in parts:
         yield from part()
@@ -253,6 +253,46 @@ def _factored() -> Iterator[Case]:
             pad = tuple(n // 2 for n in kernel)
             shapes = (4, channels, frames, pixels, pixels), (outer, channels, *kernel)
             yield Case(lambda x, w, pad=pad: F.conv3d(x, w, None, 1, pad), shapes)
+
+
+def _films() -> Iterator[Case]:
+    """Convolutions of films at any widths, whole, along space or along time, of each channel alone; and their norms."""
+    rng = Random(4)
+    kernels = (1, 3, 3), (3, 1, 1), (1, 1, 1), (3, 3, 3), (1, 7, 7)
+    for _ in range(44):
+        batch, frames, pixels = rng.choice((2, 4, 6, 12)), rng.choice((2, 4, 8, 16)), rng.choice((7, 14, 28, 56, 112))
+        inner, outer = (round(2 ** rng.uniform(3, 9.5)) for _ in range(2))
+        if batch * frames * pixels**2 * max(inner, outer) > 2**26:
+            continue
+        x, kernel = (batch, inner, frames, pixels, pixels), rng.choice(kernels)
+        stride = rng.choice(((1, 1, 1), (1, 2, 2), (2, 1, 1) if kernel[0] > 1 else (1, 1, 1)))
+        yield Case(_over_film(kernel, stride), (x, (outer, inner, *kernel)))
+        alone = _over_film((3, 3, 3), rng.choice(((1, 1, 1), (1, 2, 2), (1, 4, 4))), inner)
+        yield Case(alone, (x, (inner, 1, 3, 3, 3)))
+        yield Case(_batch_norm, (x, (inner,), (inner,)))
+    for batch, outer, pixels in ((4, 24, 112), (2, 64, 112), (6, 45, 224)):
+        yield Case(_over_film((1, 7, 7), (1, 2, 2)), ((batch, 3, 8, pixels, pixels), (outer, 3, 1, 7, 7)))
+
+
+def _over_film(kernel: Shape, stride: Shape, groups: int = 1) -> Callable[..., Tensor]:
+    pad = tuple(n // 2 for n in kernel)
+    return lambda x, w: F.conv3d(x, w, None, stride, pad, 1, groups)
+
+
+def _odd() -> Iterator[Case]:
+    """Products whose rows or widths no power of two divides, as windows, patches and a token of classes make them."""
+    rng = Random(5)
+    for _ in range(40):
+        rows, inner, outer = (rng.randint(2**low, 2**high) for low, high in ((8, 15), (6, 12), (6, 12)))
+        inner, outer = (8 * (size // 8) if rng.random() < 0.7 else size for size in (inner, outer))
+        yield Case(F.linear, ((rows, inner), (outer, inner), (outer,)))
+    for _ in range(30):
+        count, queries, keys = rng.randint(8, 400), rng.randint(17, 1600), rng.randint(17, 800)
+        width = rng.choice((32, 64, 96, 128))
+        if count * queries * keys <= 2**27:
+            yield Case(torch.matmul, ((count, queries, keys), (count, keys, width)))
+            yield Case(lambda x, y: x @ y.transpose(1, 2), ((count, queries, width), (count, keys, width)))
+            yield Case(lambda x: x.softmax(-1), ((count, queries, keys),))
 
 
 def _scattered() -> Iterator[Case]:
