@@ -256,7 +256,7 @@ def _factored() -> Iterator[Case]:
 
 
 def _films() -> Iterator[Case]:
-    """Convolutions of films at any widths, whole, along space or along time, of each channel alone; and their norms."""
+    """Convolutions of films at any widths, whole, along space or along time, and of each channel alone."""
     rng = Random(4)
     kernels = (1, 3, 3), (3, 1, 1), (1, 1, 1), (3, 3, 3), (1, 7, 7)
     for _ in range(44):
@@ -269,7 +269,6 @@ def _films() -> Iterator[Case]:
         yield Case(_over_film(kernel, stride), (x, (outer, inner, *kernel)))
         alone = _over_film((3, 3, 3), rng.choice(((1, 1, 1), (1, 2, 2), (1, 4, 4))), inner)
         yield Case(alone, (x, (inner, 1, 3, 3, 3)))
-        yield Case(_batch_norm, (x, (inner,), (inner,)))
     for batch, outer, pixels in ((4, 24, 112), (2, 64, 112), (6, 45, 224)):
         yield Case(_over_film((1, 7, 7), (1, 2, 2)), ((batch, 3, 8, pixels, pixels), (outer, 3, 1, 7, 7)))
 
@@ -292,7 +291,6 @@ def _odd() -> Iterator[Case]:
         if count * queries * keys <= 2**27:
             yield Case(torch.matmul, ((count, queries, keys), (count, keys, width)))
             yield Case(lambda x, y: x @ y.transpose(1, 2), ((count, queries, width), (count, keys, width)))
-            yield Case(lambda x: x.softmax(-1), ((count, queries, keys),))
 
 
 def _scattered() -> Iterator[Case]:

@@ -85,7 +85,7 @@ def _is_odd(call: Call) -> bool:
 
 def _convolution(call: Call) -> str:
     groups, channels, kernel = call["groups"] or 1, call.tensors[0].shape[1], call.tensors[1].shape[2:]
-    how = "channels last " if call.turned else ""
+    how = ("channels last " if call.turned else "") + ("of films " if len(kernel) > 2 else "")
     how += "dilated " if any(step > 1 < n for step, n in zip(call["dilation"], kernel, strict=False)) else ""
     if groups == channels > 1:
         return f"{how}depthwise "

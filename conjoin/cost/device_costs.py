@@ -105,6 +105,8 @@ class DeviceCosts:
             kernels = kernels_of(call, needs) if self.device.kind == "cuda" or in_blocks else ()
             if kernels:
                 cost = reduce(_and, (self.find(*part) for part in kernels))
+                if len(kernels) == 1:  # called as it is
+                    cost = OperatorCost(cost.forward, cost.backward, *self._host.find(call, needs))
                 cost = self._by_flash(cost) if in_blocks and call.tensors[0].dtype in HALVES else cost
             else:
                 cost = self._add_up(call, needs) if alone else self._reckon(call, needs)

@@ -1,7 +1,8 @@
-"""Calls that a GPU runs as several kernels, each of which is a call that more is known of.
+"""Calls that a GPU runs as other kernels than their own, each of which is a call that more is known of.
 
 A convolution adds its bias in a pass of its own, and sums that bias's gradient in another. Attention is one kernel
 where there is one for it; else it is spelled out: two products, a softmax and what stands between them, in float32.
+A product with a matrix is that of a linear layer, of which far more were measured.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def kernels_of(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
     if call.op == ATTENTION:
         shapes = tuple(tensor.shape for tensor in call.tensors)
         return () if fuses_attention(call, shapes, needs, "cuda") else tuple(_spelled_out(call, needs))
+    if call.op in _PRODUCTS:
+        return _as_layer(call, needs)
     spec = spec_for(call)
     biased = spec is not None and spec.family == "convolution" and call["bias"] is not None
     return _then_bias(call, needs) if biased else ()
@@ -72,6 +75,27 @@ def largest_of(tensor: TensorType) -> tuple[Call, ...]:
     flat, number = TensorType((tensor.num_elements,), tensor.dtype), TensorType((), torch.float32)
     tiny = Call("mul.Tensor", bind_args("mul.Tensor", (number, number), {}))
     return Call("amax", bind_args("amax", (flat, (0,)), {})), tiny, tiny, tiny
+
+
+_PRODUCTS = {"mm": (0, 1), "matmul": (0, 1), "addmm": (2, 0, 1)}
+"""Products that may be those of a linear layer: which operand each of theirs then is."""
+
+
+def _as_layer(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
+    """The linear layer whose product it is; none for other products.
+
+    >>> x, w = TensorType((4, 8, 16), torch.float32), TensorType((16, 32), torch.float32)
+    >>> [(layer, needs)] = kernels_of(Call("matmul", (x, w)), (1,))
+    >>> [tensor.shape for tensor in layer.tensors], needs
+    ([(4, 8, 16), (32, 16)], (1,))
+    """
+    *bias, x, weight = call.tensors
+    matrices = len(x.shape) >= 2 and len(weight.shape) == 2 and not call.turned
+    if not matrices or any(added.shape != weight.shape[1:] for added in bias):
+        return ()
+    turned = TensorType((weight.shape[1], weight.shape[0]), weight.dtype)
+    asked = tuple(sorted(_PRODUCTS[call.op][i] for i in needs))
+    return ((Call("linear", (x, turned, *(bias or (None,)))), asked),)
 
 
 def _from_row(call: Call, needs: tuple[int, ...]) -> Iterator[Asked]:

@@ -36,3 +36,30 @@ def test_classes_of_pixels_are_no_rows() -> None:
     for call, is_across in ((loss(512, 512), True), (loss(), False)):
         names = classes_of(call, work_of(call, (0,)), "bfloat16", backward=False, by_flops=False)
         assert ("across" in names[-1]) == is_across
+
+
+def test_a_product_with_a_matrix_is_priced_as_the_layer_that_it_is() -> None:
+    """Measured on an H200, forward and back, in no profile: layers of a model that keeps its weights turned."""
+    device, costs = parse_machine("dgx-h200").device_type(0), CostModel()
+    for inner, outer, milliseconds in ((1024, 4096, 1.039), (4096, 1024, 1.043), (1024, 1152, 0.364)):
+        x, w = TensorType((4, 512, inner), torch.float32), TensorType((inner, outer), torch.float32)
+        told = costs.operator(Call("matmul", (x, w)), (0, 1), device)
+        assert abs(1e3 * (told.forward.value + told.backward.value) / milliseconds - 1) < 0.15
+
+
+def test_convolutions_of_films_are_like_one_another() -> None:
+    """Measured on an H200, forward and back, in no profile: those of a network that takes space and time apart."""
+    device, costs = parse_machine("dgx-h200").device_type(0), CostModel()
+    measured = {
+        ((8, 3, 16, 112, 112), (45, 3, 1, 7, 7), (1, 2, 2)): 0.953,
+        ((8, 64, 16, 56, 56), (144, 64, 1, 3, 3), (1, 1, 1)): 2.449,
+        ((8, 144, 16, 56, 56), (64, 144, 3, 1, 1), (1, 1, 1)): 1.953,
+        ((8, 128, 8, 28, 28), (288, 128, 1, 3, 3), (1, 1, 1)): 0.774,
+    }
+    told = 0.0
+    for x, w, stride in measured:
+        pad, given = [n // 2 for n in w[2:]], [TensorType(shape, torch.float32) for shape in (x, w)]
+        call = Call("conv3d", bind_args("conv3d", (*given, None, list(stride), pad), {}))
+        cost = costs.operator(call, (1,) if x[1] == 3 else (0, 1), device)
+        told += 1e3 * (cost.forward.value + cost.backward.value)
+    assert abs(told / sum(measured.values()) - 1) < 0.3
