@@ -11,8 +11,8 @@ module, of `to_module` and of `load` in turn; with a store it first times every 
 for each distinct call. Between the steps it reads the host's speed by a small model's, as `conjoin calibrate` does.
 `predict` simulates the steps from operators alone, on a host of that speed, and compares.
 Without a store the operators are those of the shipped profile; without `--measured` the steps are those in the results,
-whose predictions are made anew; of steps that were not measured the rows in the results are kept. `capture` writes the
-models' graphs to files, so that neither has to. Beside them stands the line through the profile's copies between host
+whose predictions are made anew; of steps that were not measured the rows in the results are kept, and of other lists
+than are asked for the predictions, too. `capture` writes the models' graphs to files, so that neither has to. Beside them stands the line through the profile's copies between host
 and device, with the error of every point.
 """
 
@@ -325,6 +325,9 @@ def predict_all(arguments: argparse.Namespace) -> int:
     costs = CostModel([MeasurementStore(arguments.store)] if arguments.store else [])
     rows = []
     for row in measured["rows"]:
+        if row["list"] not in arguments.lists:
+            rows.append(row)
+            continue
         graph = graph_of(row["model"], DTYPES[row["dtype"]], arguments.graphs)
         here = with_host(machine, host_factor(row, measured["rows"]))
         found = predict(make_plan(graph, here, "single"), here, costs, OPTIMIZER)
