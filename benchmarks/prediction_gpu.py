@@ -12,8 +12,8 @@ for each distinct call. Between the steps it reads the host's speed by a small m
 `predict` simulates the steps from operators alone, on a host of that speed, and compares.
 Without a store the operators are those of the shipped profile; without `--measured` the steps are those in the results,
 whose predictions are made anew; of steps that were not measured the rows in the results are kept, and of other lists
-than are asked for the predictions, too. `capture` writes the models' graphs to files, so that neither has to. Beside them stands the line through the profile's copies between host
-and device, with the error of every point.
+than are asked for the predictions, too. `capture` writes the models' graphs to files, so that neither has to. Beside
+them stands the line through the profile's copies between host and device, with the error of every point.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from conjoin.frontends.drawn_orders import draws, order_of
 from conjoin.frontends.folded_constants import reads_in_order, without_empty, without_idle_mask
-from conjoin.frontends.functional import draws, order_of
 from conjoin.frontends.switched_regions import CASTS
 from conjoin.ir import Leaf, Node, Value
 from conjoin.ops import (

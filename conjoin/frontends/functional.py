@@ -10,26 +10,22 @@ program with any other kind of writing is left alone, and torch's way is taken.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
 
-from conjoin.frontends.problems import Problem, source_of
+from conjoin.frontends.drawn_orders import drawn_orders, draws, keep_orders
 from conjoin.frontends.torch_private import (
     ExportedProgram,
     InputKind,
     aliases_input,
-    decomposition_of,
-    has_alias_info,
     is_mutable,
     storages_of_node,
     writes_only_self,
 )
-from conjoin.ir import ORDERED_BY_KERNELS
 from conjoin.ops import find_operator, operator_name
 
 Updates = tuple[tuple[str, fx.Node], ...]
@@ -157,7 +153,7 @@ def _plan(program: ExportedProgram) -> list[fx.Node] | None:
         if node.op == "call_function":
             if _is_opaque_writer(node):
                 return None
-            targets = _targets(node)
+            targets = targets_of(node)
             for target in targets:
                 whole = _whole(target)
                 names = aliases.names_of(target) - {target, whole}
@@ -182,7 +178,7 @@ def _is_detach(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.detach_.default
 
 
-def _targets(node: fx.Node) -> list[fx.Node]:
+def targets_of(node: fx.Node) -> list[fx.Node]:
     if not _writes(node):
         return []
     written = node.args[3:5] if _is_batch_norm_in_training(node) else node.args[:1]
@@ -339,7 +335,7 @@ def functionalize(program: ExportedProgram) -> Updates | None:
             node.replace_all_uses_with(cast(fx.Node, node.args[1]))
             graph.erase_node(node)
             continue
-        wholes = [_whole(target) for target in _targets(node)]
+        wholes = [_whole(target) for target in targets_of(node)]
         with graph.inserting_before(node):
             if _is_batch_norm_in_training(node):
                 result, *new = _replace_batch_norm(graph, node)
@@ -349,12 +345,12 @@ def functionalize(program: ExportedProgram) -> Updates | None:
                 new = [result]
             around = _added_around(graph, node)
             written = [around] if around is not None else [
-                _put_back(graph, target, value) for target, value in zip(_targets(node), new, strict=True)
+                _put_back(graph, target, value) for target, value in zip(targets_of(node), new, strict=True)
             ]
             replaced.update((result, *written))
-            parts = [(_path(target), value) for target, value in zip(_targets(node), new, strict=True)]
+            parts = [(_path(target), value) for target, value in zip(targets_of(node), new, strict=True)]
             put.update(zip(written, parts, strict=True))
-        for target, value, whole, full in zip(_targets(node), new, wholes, written, strict=True):
+        for target, value, whole, full in zip(targets_of(node), new, wholes, written, strict=True):
             name = _original(whole, names, updates)
             _replace_later(target, value, order, order[node])
             _replace_later(whole, full, order, order[node])
@@ -366,162 +362,6 @@ def functionalize(program: ExportedProgram) -> Updates | None:
     graph.eliminate_dead_code(lambda node: node in kept or node.op in ("placeholder", "output") or draws(node))
     keep_orders(graph, orders, replaced)
     return tuple(updates.items())
-
-
-Order = tuple[int, ...]
-"""The dims of a tensor as they lie in memory, the outermost first."""
-
-
-def drawn_orders(graph: fx.Graph, values: Mapping[fx.Node, Any] = MappingProxyType({})) -> list[list[Order]]:
-    """How the operands of each random call lie in memory, which is the order that numbers are drawn in."""
-    return [
-        [order_of(values.get(read, read.meta["val"])) for read in node.all_input_nodes]
-        for node in graph.nodes
-        if draws(node)
-    ]
-
-
-def order_of(tensor: Tensor) -> Order:
-    """How what is made like a tensor lies."""
-    drawn = torch.empty_like(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
-    strides = drawn.stride()
-    return tuple(sorted(range(drawn.dim()), key=lambda dim: (-strides[dim], dim)))
-
-
-def keep_orders(graph: fx.Graph, orders: list[list[Order]], replaced: Collection[fx.Node] = ()) -> None:
-    """Lay out what random calls read as it lay when calls were in place: a call that returns a new value chooses.
-
-    `orders` are those of before. The values of calls that were `replaced`, and of what reads them, are looked at again.
-    """
-    if not orders:
-        return
-    values: dict[fx.Node, Any] = {}
-    for node in graph.nodes if replaced else ():
-        follows = node.op == "call_function" and any(read in values for read in node.all_input_nodes)
-        if node in replaced or follows:
-            given = fx.node.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta["val"]))
-            values[node] = node.target(*given[0], **given[1])
-    drawing = [node for node in graph.nodes if draws(node)]
-    for node, before, after in zip(drawing, orders, drawn_orders(graph, values), strict=True):
-        for read, wanted, found in zip(list(node.all_input_nodes), before, after, strict=True):
-            is_for_all = len(wanted) < len(found)  # as `torch.vmap` draws, from an operand of its own
-            if wanted != found and not is_for_all:
-                with graph.inserting_before(node):
-                    node.replace_input_with(read, _laid_out(graph, read, wanted))
-
-
-def _laid_out(graph: fx.Graph, node: fx.Node, order: Order) -> fx.Node:
-    """A copy of a tensor whose dims lie in this order."""
-    back = tuple(order.index(dim) for dim in range(len(order)))
-    ops = torch.ops.aten
-    calls = (ops.permute.default, order), (ops.clone.default,), (ops.permute.default, back)
-    for function, *args in calls:
-        kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format} if function is ops.clone.default else {}
-        made = graph.call_function(function, (node, *args), kwargs)
-        made.meta = {**node.meta, "val": function(node.meta["val"], *args, **kwargs)}
-        node = made
-    return node
-
-
-def overlapping_writes(program: ExportedProgram) -> tuple[Problem, ...]:
-    """Writes through views of a tensor whose elements share memory (expanded, or windows that overlap).
-
-    Each of them changes elements beside those it is written to, which no functional form says.
-    """
-    what = "a write to a part of an expanded tensor"
-    advice = "its elements share memory, and others would change too: call .clone() on the expanded tensor first"
-    return _told_of_writes(program, what, advice, lambda _, seen: _overlaps(seen.meta.get("val")))
-
-
-def doubtful_writes(program: ExportedProgram) -> tuple[Problem, ...]:
-    """Writes to what is a copy or a view, by how a kernel lays out its result, where the original is read afterwards.
-
-    Tracing says of some kernels that they keep the order in memory of what they are given, and they do not.
-    """
-    order = {node: i for i, node in enumerate(program.graph.nodes)}
-
-    def is_doubtful(write: fx.Node, seen: fx.Node) -> bool:
-        if not isinstance(seen.target, OpOverload) or operator_name(seen.target) not in _COPY_WHERE_THEY_MUST:
-            return False
-        originals = list(_seen_through(cast(fx.Node, seen.args[0])))
-        is_read = any(order[user] > order[write] for original in originals for user in original.users)
-        return is_read and _is_ordered_by_kernel(originals[-1])
-
-    what = "a write to what may be a copy or a view"
-    advice = "kernels decide which by how they lay out what they make: call .clone() first, or write to the original"
-    return _told_of_writes(program, what, advice, is_doubtful)
-
-
-_COPY_WHERE_THEY_MUST = frozenset(("contiguous", "reshape", "flatten.using_ints", "ravel", "reshape_as"))
-"""Operators that give a view where memory allows it, and a copy elsewhere."""
-
-
-def _is_ordered_by_kernel(node: fx.Node) -> bool:
-    """Whether a kernel that is not as it is traced had something in another order than the usual to begin with."""
-    waiting, seen = [node], set[fx.Node]()
-    while waiting:
-        if (made := waiting.pop()) in seen:
-            continue
-        seen.add(made)
-        if isinstance(made.target, OpOverload) and operator_name(made.target) in ORDERED_BY_KERNELS:
-            given = (read.meta.get("val") for read in made.all_input_nodes)
-            if any(isinstance(x, Tensor) and not x.is_contiguous() for x in given):
-                return True
-        waiting += made.all_input_nodes
-    return False
-
-
-def _told_of_writes(
-    program: ExportedProgram, what: str, advice: str, holds: Callable[[fx.Node, fx.Node], bool]
-) -> tuple[Problem, ...]:
-    """A problem for every write for which something holds of the tensor written to, or of one that it is a view of."""
-    calls = (node for node in program.graph.nodes if node.op == "call_function")
-    written = ((node, target) for node in calls for target in _targets(node))
-    wrong = [node for node, target in written if any(holds(node, seen) for seen in _seen_through(target))]
-    return tuple(dict.fromkeys(Problem(what, source_of(node), advice) for node in wrong))
-
-
-def _seen_through(view: fx.Node) -> Iterator[fx.Node]:
-    """A tensor, and those it is a view of."""
-    yield view
-    while isinstance(view.target, OpOverload) and aliases_input(view.target) and isinstance(view.args[0], fx.Node):
-        view = view.args[0]
-        yield view
-
-
-def _overlaps(tensor: Any) -> bool:
-    """Whether two elements of a tensor may lie in one place."""
-    if not isinstance(tensor, Tensor) or not tensor.numel():
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-def hidden_views(program: ExportedProgram) -> dict[OpOverload, Callable[..., Any]]:
-    """Operators that handed out views of their operands though their schemas do not say so, and what they consist of.
-
-    torch itself goes by schemas when it makes a program functional, and loses what is written through such a view.
-    """
-    found: dict[OpOverload, Callable[..., Any]] = {}
-    for node in program.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, OpOverload) or has_alias_info(node.target):
-            continue
-        reads = frozenset[int]().union(*map(storages_of_node, node.all_input_nodes))
-        consists_of = decomposition_of(node.target)
-        if consists_of is not None and reads & storages_of_node(node):
-            found[node.target] = consists_of
-    return found
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers. Unused draws stay: what is drawn after them must not change."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _original(target: fx.Node, names: dict[fx.Node, str], updates: dict[str, fx.Node]) -> str | None:

@@ -18,16 +18,8 @@ from conjoin.frontends.cumulative_averages import counted_batches
 from conjoin.frontends.custom_functions import watch_custom_functions
 from conjoin.frontends.dealt_batch import Arguments, Batch, check_batch, deal_out, input_names
 from conjoin.frontends.diagnosis import explain, refuse_sparse
-from conjoin.frontends.functional import (
-    Updates,
-    doubtful_writes,
-    drawn_orders,
-    functionalize,
-    hidden_views,
-    keep_orders,
-    overlapping_writes,
-    put_in_real_parts,
-)
+from conjoin.frontends.drawn_orders import drawn_orders, keep_orders
+from conjoin.frontends.functional import Updates, functionalize, put_in_real_parts
 from conjoin.frontends.known_values import KnownValues, known_within
 from conjoin.frontends.neighbour_matrices import matrices_of_edges, matrix_of
 from conjoin.frontends.outside_values import outside_values_told
@@ -52,6 +44,7 @@ from conjoin.frontends.torch_private import (
     unread_left_out,
     user_lines,
 )
+from conjoin.frontends.written_views import doubtful_writes, hidden_views, overlapping_writes
 from conjoin.ir import (
     Source,
     Structure,
