@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_map
 import zoo
 from benchmarks import public_models
 from benchmarks.plotting import Point, draw
-from conjoin.cli.host_speed import HostSpeed
+from conjoin.cli import HostSpeed
 from conjoin.cost import CostModel, Measurement, MeasurementStore, measure, shipped_profiles, write_key
 from conjoin.frontends import capture
 from conjoin.ir import Graph, flatten_tree, load_graph, save_graph

@@ -1,19 +1,21 @@
 """The command line."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from conjoin.cli.main import app, main
 
 if TYPE_CHECKING:
+    from conjoin.cli.host_speed import HostSpeed
     from conjoin.cli.models import load_workload
 
-__all__ = ["app", "load_workload", "main"]
+__all__ = ["HostSpeed", "app", "load_workload", "main"]
+
+_LATER = {"HostSpeed": "host_speed", "load_workload": "models"}
+"""What needs torch, and where it is."""
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch, when it is first asked for."""
-    if name != "load_workload":
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from conjoin.cli.models import load_workload
-
-    return load_workload
+    return getattr(import_module(f"conjoin.cli.{_LATER[name]}"), name)
