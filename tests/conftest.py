@@ -18,6 +18,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+collect_ignore = ["libraries.py"]
+"""What takes seconds to import, and holds no test."""
+
 gc.disable()
 """What is imported and collected stays: it is not looked through while it grows, but once (`pytest_collection_finish`).
 """

@@ -1,7 +1,8 @@
 """What forward reads from clocks and from the system's entropy: a graph would keep it as it was at capture.
 
 Nothing in a trace tells such a number from one that is written there. Where the source of a model names a clock or a
-source of entropy at all, the trace is watched for calls of it, which takes longer; where it does not, nothing is done.
+source of entropy at all, the forward pass is watched for calls of it, which takes longer, but not what torch does of
+its own in a call; where it does not, nothing is done.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -38,27 +37,51 @@ _MAKERS = tuple(f"{_LIBRARY}{name}.py" for name in ("random", "secrets", "uuid",
 """Python's own modules that call a source of entropy or a clock for whoever calls them."""
 
 
-@contextmanager
-def outside_values_told(model: nn.Module, loss: Any, outermost: CodeType) -> Iterator[dict[str, None]]:
-    """Gather what the user's own lines read from outside, in words."""
-    told: dict[str, None] = {}
-    if sys.getprofile() is not None or not any(map(_is_named, _files(model, loss))):
-        yield told
-        return
-    seeded: dict[int, random.Random] = {}
+class OutsideValues:
+    """Gathers what the user's own lines read from outside, in words, while a forward pass is entered."""
 
-    def note(frame: FrameType, event: str, called: Any) -> None:
+    def __init__(self, model: nn.Module, loss: Any, outermost: CodeType) -> None:
+        self.told: dict[str, None] = {}
+        self._is_named = any(map(_is_named, _files(model, loss)))
+        self._outermost = outermost
+        self._seeded: dict[int, random.Random] = {}
+        self._watches = False
+
+    def __enter__(self) -> None:
+        self._watches = self._is_named and sys.getprofile() is None
+        if self._watches:
+            sys.setprofile(self._note)
+
+    def __exit__(self, *_: object) -> None:
+        if self._watches:
+            sys.setprofile(None)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function of torch gives. Where nothing of the user's is called within, it is not looked into."""
+        if not self._watches or not _is_torchs(func):
+            return func(*args, **kwargs)
+        sys.setprofile(None)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            sys.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, called: Any) -> None:
         if event != "c_call":
             return
-        what = _outside(called, frame, seeded)
-        if what and (line := _line_of_caller(frame, outermost)):
-            told[f"{what} at {line}: the graph keeps what it read; give it with the batch, or draw with torch"] = None
+        what = _outside(called, frame, self._seeded)
+        if what and (line := _line_of_caller(frame, self._outermost)):
+            read = f"{what} at {line}: the graph keeps what it read; give it with the batch, or draw with torch"
+            self.told[read] = None
 
-    sys.setprofile(note)
-    try:
-        yield told
-    finally:
-        sys.setprofile(None)
+
+def _is_torchs(func: Any) -> bool:
+    """Whether this is a function of torch itself, in C or in Python; operators and what takes functions may be made by
+    others."""
+    if type(func).__module__ != "builtins":
+        return False
+    code = getattr(func, "__code__", None)
+    return code is None or code.co_filename.startswith(HIDDEN)
 
 
 def _outside(called: Any, frame: FrameType, seeded: dict[int, random.Random]) -> str | None:

@@ -22,7 +22,7 @@ from conjoin.frontends.drawn_orders import drawn_orders, keep_orders
 from conjoin.frontends.functional import Updates, functionalize, put_in_real_parts
 from conjoin.frontends.known_values import KnownValues, known_within
 from conjoin.frontends.neighbour_matrices import matrices_of_edges, matrix_of
-from conjoin.frontends.outside_values import outside_values_told
+from conjoin.frontends.outside_values import OutsideValues
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.self_loops import loops_of_fixed_shape
 from conjoin.frontends.switched_regions import has_cuda_autocast, make_explicit
@@ -122,6 +122,7 @@ class _Step(nn.Module):
         self.known = known or KnownValues()
         self.followed: AbstractContextManager[object] = nullcontext()
         """What is watched of calls of model and loss, but not of what export itself asks of their tensors."""
+        self.outside: AbstractContextManager[object] = nullcontext()
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         given = self._rebuild(tensors)
@@ -130,6 +131,7 @@ class _Step(nn.Module):
             if any(is_fake(tensor) for tensor in tensors):
                 regions.enter_context(self.followed)
                 regions.enter_context(self.known)
+                regions.enter_context(self.outside)
             for device, dtype in self._autocast:
                 regions.enter_context(torch.autocast(device, dtype=dtype))
             output = self.model(*given.args, **given.kwargs)
@@ -349,11 +351,12 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
             watches.enter_context(watch)
         functions = watches.enter_context(watch_custom_functions())
         segments = watches.enter_context(follow_segments(any(p.requires_grad for p in step.parameters())))
-        step.followed = FollowedCalls(note_hook, note_beside)
-        outside = watches.enter_context(outside_values_told(step.model, step.loss_given, _Step.forward.__code__))
+        step.outside = outside = OutsideValues(step.model, step.loss_given, _Step.forward.__code__)
+        step.followed = FollowedCalls(note_hook, note_beside, outside.call)
         program = torch.export.export(step, tensors, strict=False)
     told = tuple(dict.fromkeys(f"{p.what}: the graph keeps it as it was at capture" for p in frozen))
-    return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()), (*told, *outside))
+    problems = (*_backward_hooks(step), *hooked, *functions.problems())
+    return _Traced(step, tensors, program, problems, (*told, *outside.told))
 
 
 def _settle(

@@ -452,15 +452,18 @@ class FollowedCalls(TorchFunctionMode):
     A hook on a gradient is left out, and told to `note_hook`; what takes gradients itself is an `InnerGradient`.
     Recurrent layers in a region of autocast are traced as they are cast on a CPU.
     torch 2.11 gives the states of an LSTM a dim too many. What has values and wants a gradient is none of the stand-ins
-    for the model's parameters: `note_beside` is told, and whether it is read without a gradient.
+    for the model's parameters: `note_beside` is told, and whether it is read without a gradient. All other functions
+    are called by `call`, if somebody wants to.
     """
 
     def __init__(
         self,
         note_hook: Callable[[FrameType | None], None],
         note_beside: Callable[[Tensor, bool, FrameType | None], None],
+        call: Callable[[Any, Any, Any], Any] = lambda func, args, kwargs: func(*args, **kwargs),
     ) -> None:
         super().__init__()
+        self._call = call
         self._draws: list[Tensor] = []
         self._has_onednn = bool(torch.backends.mkldnn.enabled)  # a trace switches it off
         self._note_hook = note_hook
@@ -468,7 +471,7 @@ class FollowedCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, frame = kwargs or {}, sys._getframe(1)
-        made = self._follow(func, args, given, frame) if func in _FOLLOWED else func(*args, **given)
+        made = self._follow(func, args, given, frame) if func in _FOLLOWED else self._call(func, args, given)
         self._look_for_beside(func, (*args, *given.values()), made, frame)
         return made
 

@@ -32,6 +32,7 @@ from conjoin.runtime.ranks.communicator import Communicator, World, uncompiled
 from conjoin.runtime.state.offloaded_state import offload_states
 from conjoin.runtime.state.pieces import Piece, UnmatchedKeys, load_pieces, mark_pieces
 from conjoin.runtime.state.storage import Store
+from conjoin.runtime.torch_private import leave_uncompiled
 
 _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """What a module has in common with the root of its store."""
@@ -109,6 +110,7 @@ class ParallelModule(nn.Module):
             others.go_over(plan)
         self._make_programs(plan, others)
 
+    @leave_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass: the batch whole or this rank's part of it; the loss is that of the whole."""
         if self._choose is None:

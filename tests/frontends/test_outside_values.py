@@ -19,6 +19,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
 import conjoin
 from conjoin.errors import CaptureError, PlanError
@@ -40,8 +41,18 @@ class Scaled(nn.Module):
         return self.linear(x) * self.read(self)
 
 
+def elapsed(x: Tensor) -> Tensor:
+    """A function that others may take over, as torch's own may be."""
+    if torch._C._is_torch_function_mode_enabled():
+        return handle_torch_function(elapsed, (x,), x)
+    return x * time.time()
+
+
 CLOCKS = {
     "time": lambda m: time.time(),
+    "between calls of torch": lambda m: m.linear.bias.relu() * time.time() * m.linear.bias.relu(),
+    "in a function like torch's": lambda m: elapsed(m.linear.bias),
+    "in what torch calls": lambda m: torch.vmap(lambda x: x * time.time())(m.linear.weight)[0],
     "perf_counter": lambda m: time.perf_counter(),
     "now": lambda m: datetime.datetime.now().second,
     "today": lambda m: datetime.date.today().day,

@@ -63,6 +63,7 @@ from conjoin.runtime.ranks.communicator import Communicator, uncompiled
 from conjoin.runtime.state.blocks import Sections
 from conjoin.runtime.state.slots import read_slot
 from conjoin.runtime.state.storage import Store
+from conjoin.runtime.torch_private import leave_uncompiled
 
 
 class _RankCarriers:
@@ -227,6 +228,7 @@ class LocalProgram:
         """This rank's pieces of all that is kept between steps, leaf by leaf."""
         return self._sections.cut([self.store.read(slot, self.store.device) for slot in self._kept_slots])
 
+    @leave_uncompiled
     def state(self) -> list[Tensor | None]:
         """This rank's pieces of all that is kept between steps."""
         for leaf in self._frozen if torch.is_grad_enabled() else ():
@@ -247,12 +249,14 @@ class LocalProgram:
         count = len(made) - len(self._casts)
         return StepValues(made[:count], dict(zip(self._casts, made[count:], strict=True)))
 
+    @leave_uncompiled
     def results(self, inputs: list[Tensor], state: list[Tensor | None]) -> tuple[Any, ...]:
         """The outputs on this rank from its pieces of everything, then the new values of buffers."""
         with self._keeping([*state, *inputs]):
             made: tuple[Any, ...] = self._program(self, state, self.store.device, *inputs)
         return made
 
+    @leave_uncompiled
     def run(self, inputs: list[Tensor], state: list[Tensor | None]) -> list[Any]:
         """The outputs on this rank; buffers have their new values."""
         made, count = self.results(inputs, state), len(self.plan.graph.outputs)
@@ -375,6 +379,7 @@ class RankProgram:
             form = form if tuple(x.shape) == whole else Form.PARTS
         return form
 
+    @leave_uncompiled
     def step(self, given: list[Tensor]) -> Any:
         """One forward pass: what came whole or as this rank's part; the loss is that of the whole."""
         device = self.store.device
@@ -404,6 +409,7 @@ class RankProgram:
         self._passes.begin(self.agreement)
         self.local.streams.begin(device)
 
+    @leave_uncompiled
     def _compute(self, batches: list[list[Tensor]], state: list[Tensor | None], device: torch.device) -> list[Any]:
         if self._accumulator is None:
             return self.local.run(batches[0], state)
