@@ -22,7 +22,8 @@ from conjoin.environment import is_launched
 from conjoin.environment import patience_seconds as patience_of_environment
 from conjoin.errors import RankError, UsageError
 from conjoin.machine import Mesh
-from conjoin.runtime.ranks.communicator import ProcessGroups, Work, World
+from conjoin.runtime.ranks.communicator import Work, World
+from conjoin.runtime.ranks.process_groups import ProcessGroups
 from conjoin.runtime.ranks.progress import Passage, first_line
 from conjoin.runtime.ranks.rank_watch import PATIENCE_SECONDS, Watch
 from conjoin.runtime.ranks.rendezvous import KeyStore, all_connected, compare
