@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch.distributed as dist
 
-from conjoin.runtime.ranks.communicator import Messages, Parcel, Session, Watched, Work
+from conjoin.runtime.ranks.communicator import Guard, Messages, Session, Work
+from conjoin.runtime.ranks.progress import Passage
 
 
 class Ways:
@@ -48,16 +48,20 @@ class GlooChannel:
         self._ways, self._ranks, self._session, self._tags = ways, ranks, session, ways.tags(ranks)
         self.bytes_sent = 0
 
-    def start(self, sends: Messages, receives: Messages) -> Parcel:
-        for _, tensor in sends:
-            self.bytes_sent += tensor.nbytes
-        return _Parcel.started(self._session, self._ranks, partial(self._start, sends, receives), self.are_apart)
-
-    def _start(self, sends: Messages, receives: Messages) -> Sequence[dist.Work]:
+    def start(self, sends: Messages, receives: Messages) -> ParcelOfWorks:
         """Without what torch does around each of them for other backends."""
-        ways, own, tags = self._ways, self._ways.rank, self._tags
-        works = [(ways.up if p < own else ways.down).recv([tensor], p, tags[p]) for p, tensor in receives]
-        return works + [(ways.up if p > own else ways.down).send([tensor], p, tags[p]) for p, tensor in sends]
+        parcel = ParcelOfWorks(self._session, self._ranks)
+        ways, tags, works = self._ways, self._tags, parcel.works
+        own = ways.rank
+        try:
+            for peer, tensor in receives:
+                works.append((ways.up if peer < own else ways.down).recv([tensor], peer, tags[peer]))
+            for peer, tensor in sends:
+                works.append((ways.up if peer > own else ways.down).send([tensor], peer, tags[peer]))
+                self.bytes_sent += tensor.nbytes
+        except RuntimeError as error:
+            raise parcel.explained(error) from error
+        return parcel
 
 
 class ProcessChannel:
@@ -77,54 +81,60 @@ class ProcessChannel:
         """Take the group that was made anew."""
         self._group = self._make_group()
 
-    def start(self, sends: Messages, receives: Messages) -> Parcel:
+    def start(self, sends: Messages, receives: Messages) -> ParcelAtOnce:
         self.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
-        return _Parcel.started(self._session, self._ranks, partial(self._start, sends, receives), self.are_apart)
-
-    def _start(self, sends: Messages, receives: Messages) -> Sequence[dist.Work]:
         operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in receives]
         operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in sends]
-        return dist.batch_isend_irecv(operations) if operations else ()
 
-
-class _Parcel:
-    """Messages of processes under way."""
-
-    def __init__(self, works: Sequence[dist.Work], watched: Watched | None, are_apart: bool) -> None:
-        self._works, self._watched, self._are_apart, self._num_over = works, watched, are_apart, 0
-
-    @classmethod
-    def started(
-        cls,
-        session: Session | None,
-        ranks: tuple[int, ...],
-        start: Callable[[], Sequence[dist.Work]],
-        are_apart: bool,
-    ) -> _Parcel:
-        if session is None:
-            return cls(start(), None, are_apart)
-        works: Sequence[dist.Work] = ()
-
-        def watched() -> Work:
-            nonlocal works
-            works = start()
+        def start() -> Work:
+            works = dist.batch_isend_irecv(operations) if operations else []
             return works[0] if len(works) == 1 else All(works)
 
-        watch = session.started(ranks, watched, may_break=True)
-        return cls(works, watch, are_apart)
+        return ParcelAtOnce(start() if self._session is None else self._session.started(self._ranks, start, True))
+
+
+class ParcelOfWorks:
+    """Messages under way that are over one by one. There are many in a step, so nothing stands around them."""
+
+    def __init__(self, session: Session | None, ranks: tuple[int, ...]) -> None:
+        self._guard: Guard | None = None
+        if session is not None:
+            self._guard = session.guard
+            self._passage: Passage = self._guard.enter(ranks, True)
+        self.works: list[dist.Work] = []
+        self._num_over = 0
+
+    def explained(self, error: RuntimeError) -> Exception:
+        """What a message failed of."""
+        return error if self._guard is None else self._guard.explain(error, self._passage)
 
     def wait(self, count: int | None = None) -> None:
-        """One by one where the backend has messages apart; others are over together."""
-        end = len(self._works) if count is None or not self._are_apart else count
-        if end <= self._num_over:
+        begin, end, guard = self._num_over, len(self.works) if count is None else count, self._guard
+        if end <= begin:
             return
-        works = self._works[self._num_over : end]  # Gloo would wait for ever for what was waited for before
         self._num_over = end
-        part = works[0] if len(works) == 1 else All(works)
-        if self._watched is None:
-            part.wait()
-        else:
-            self._watched.wait_for(part)
+        if guard is not None:
+            guard.begin_waiting(self._passage)
+        try:
+            for work in self.works[begin:end]:  # Gloo would wait for ever for what was waited for before
+                work.wait()
+        except RuntimeError as error:
+            raise self.explained(error) from error
+        finally:
+            if guard is not None:
+                guard.end_waiting(self._passage)
+
+
+class ParcelAtOnce:
+    """Messages under way that are over together."""
+
+    def __init__(self, work: Work | None) -> None:
+        self._work = work
+
+    def wait(self, count: int | None = None) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
 
 class All:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conjoin.errors import RankError, UsageError
 from conjoin.machine import Mesh
+from conjoin.runtime.ranks.progress import Passage
 from conjoin.runtime.torch_private import compiler_follows, leave_uncompiled
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -91,13 +93,6 @@ class Communicator(Protocol):
         """Parts of a flat tensor to everyone, parts from everyone; sizes received, then sizes sent."""
 
 
-class Watched(Work, Protocol):
-    """What is under way under somebody's eyes."""
-
-    def wait_for(self, part: Work) -> None:
-        """Wait for a part of it."""
-
-
 class Parcel(Protocol):
     """Messages under way."""
 
@@ -128,8 +123,9 @@ class World(Communicator, Protocol):
     def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
         """A channel of some ranks, which all make it in the same order."""
 
-    def sum_over_all(self, tensor: Tensor, last: int) -> None:
-        """Sum a few numbers over all ranks, in place; one of them is expected to come last."""
+    def to_sum(self, tensor: Tensor, last: int) -> Work:
+        """Get ready to sum a few numbers over all ranks, in place, when all wait for it; one of them is expected to
+        come last. What is summed is what they are by then."""
 
     @property
     def can_break_off(self) -> bool:
@@ -153,11 +149,34 @@ class Done:
         return None
 
 
+def closed(wanted: str = "send each other tensors") -> UsageError:
+    """What is said where ranks were to do something together after their session was closed."""
+    return UsageError(
+        f"Ranks were to {wanted} after their session was closed. They are not connected any more. Open another session "
+        f"and load the plan there."
+    )
+
+
+class Guard(Protocol):
+    """Who notes what this rank enters and waits for, and knows who holds it up."""
+
+    def enter(self, members: tuple[int, ...], may_break: bool = False) -> Passage: ...
+
+    def begin_waiting(self, passage: Passage) -> None: ...
+
+    def end_waiting(self, passage: Passage) -> None: ...
+
+    def explain(self, error: BaseException, passage: Passage) -> RankError: ...
+
+
 class Session(Protocol):
     """Who makes process groups, and watches over what is done in them."""
 
     device: torch.device
     patience_seconds: float
+
+    @property
+    def guard(self) -> Guard: ...
 
     def look_for(self, ranks: list[int], groups: Sequence[tuple[int, ...]]) -> None: ...
 
@@ -165,7 +184,7 @@ class Session(Protocol):
 
     def started(
         self, ranks: tuple[int, ...], start: Callable[[], Work | None], may_break: bool = False
-    ) -> Watched | None: ...
+    ) -> Work | None: ...
 
     def break_off(self) -> None: ...
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conjoin.comm import ring_bytes
-from conjoin.errors import UsageError
 from conjoin.machine import Mesh
 from conjoin.runtime.ranks.channels import All, GlooChannel, ProcessChannel, Ways
-from conjoin.runtime.ranks.communicator import Axes, Done, Session, Sizes, Work
+from conjoin.runtime.ranks.communicator import Axes, Channel, Done, Session, Sizes, Work, closed
 from conjoin.runtime.ranks.rendezvous import compare
 from conjoin.runtime.ranks.swaps import swap
 from conjoin.runtime.torch_private import all_gather, default_store, group_of_members, reduce_scatter
@@ -52,10 +51,7 @@ class _Groups(dict[Axes, dist.ProcessGroup]):
     """Those that were made, until the session is closed."""
 
     def __missing__(self, axes: Axes) -> dist.ProcessGroup:
-        raise UsageError(
-            f"Ranks were to communicate over {', '.join(axes)} after their session was closed. They are not connected "
-            f"any more. Open another session and load the plan there."
-        )
+        raise closed(f"communicate over {', '.join(axes)}")
 
 
 class ProcessGroups:
@@ -110,7 +106,7 @@ class ProcessGroups:
         if self._swaps and self._ways is None:
             self._ways = Ways(self._group_with_name, dist.get_world_size())
 
-    def channel(self, name: str, ranks: tuple[int, ...]) -> ProcessChannel | GlooChannel:
+    def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
         """Single messages between some of the ranks."""
         self.prepare_channels()
         if self._ways is not None:
@@ -122,13 +118,13 @@ class ProcessGroups:
     def _group_with_name(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         return group_of_members(ranks, name) if self._session is None else self._session.group(ranks, name)
 
-    def sum_over_all(self, tensor: Tensor, last: int) -> None:
+    def to_sum(self, tensor: Tensor, last: int) -> Work:
         """On Gloo all tell the last one, who tells all; what Gloo sums up goes round twice, rank by rank."""
-        if not self._swaps:
-            self.all_reduce(tensor, self.mesh.names).wait()
-            return
         axes = self.mesh.names
-        self._started(axes, lambda: _Telling(self._groups[axes], last, tensor)).wait()
+        if not self._swaps:
+            return _Later(lambda: self.all_reduce(tensor, axes))
+        telling = _Telling(self._groups[axes], last, tensor)
+        return _Later(lambda: self._started(axes, lambda: telling))
 
     @property
     def can_break_off(self) -> bool:
@@ -224,29 +220,39 @@ class ProcessGroups:
         return self._started(axes, lambda: swap(kind, self._groups[axes], into, out))
 
 
+class _Later:
+    """A collective that begins when it is waited for."""
+
+    def __init__(self, start: Callable[[], Work]) -> None:
+        self._start = start
+
+    def wait(self) -> None:
+        self._start().wait()
+
+
 class _Telling:
-    """What all ranks tell one, who sums it up and tells all."""
+    """What all ranks tell one, who sums it up and tells all.
+
+    Who is told is ready for it from the beginning: it is there when the last one comes, and he waits for nobody.
+    """
 
     def __init__(self, group: dist.ProcessGroup, last: int, tensor: Tensor) -> None:
         self._group, self._tensor, self._is_last = group, tensor, group.rank() == last
         self._others = [rank for rank in range(group.size()) if rank != group.rank()] if self._is_last else [last]
         self._heard = tensor.new_empty(len(self._others), tensor.numel())
         parts = zip(self._others, self._heard.unbind(), strict=True)
-        self._works = [group.recv([part], rank, _TOLD) for rank, part in parts]
-        if not self._is_last:
-            self._say()
+        self._coming = [group.recv([part], rank, _TOLD) for rank, part in parts]
 
-    def _say(self) -> None:
-        self._works += [self._group.send([self._tensor], rank, _TOLD) for rank in self._others]
+    def _say(self) -> list[dist.Work]:
+        return [self._group.send([self._tensor], rank, _TOLD) for rank in self._others]
 
     def wait(self) -> None:
-        All(self._works).wait()
         if self._is_last:
-            self._works = []
+            All(self._coming).wait()
             self._tensor += self._heard.sum(0)
-            self._say()
-            All(self._works).wait()
+            All(self._say()).wait()
         else:
+            All([*self._say(), *self._coming]).wait()
             self._tensor.copy_(self._heard[0])
 
 
