@@ -13,18 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.comm import plan_of_transfer, stage_grid
+from conjoin.cost import CostModel
 from conjoin.errors import RankError, StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Pipeline, check_pipeline, cut_in_stages, num_elements, region_of
-from conjoin.machine import Machine
+from conjoin.machine import Machine, parse_machine
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pipelines.schedule_runs import ScheduleRun
+from conjoin.runtime.pipelines.stage_runs import StageRun
 from conjoin.runtime.pipelines.stage_transfers import Crossing
 from conjoin.runtime.ranks.communicator import Channel, Messages, Parcel
 from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
 from conjoin.runtime.state.storage import Store
 from conjoin.schedules import read_rows
 from conjoin.search import make_pipeline
+from conjoin.sim import predict_pipeline
 
 STEPS = 3
 Batch = tuple[Tensor, ...]
@@ -491,6 +494,29 @@ def test_what_is_passed_on_does_not_wait_for_what_comes_later(strategy: str, mon
     pipeline = make_pipeline(capture(model, batch, loss), Machine("two", 2, 2, "cpu"), f"pipeline:pp=2,tp=2,{strategy}")
     monkeypatch.setattr(ThreadRanks, "channel", lambda *args: InOrder(channel(*args)))
     compare(pipeline, model, loss, [batch])
+
+
+@pytest.mark.parametrize("inside", ["", "+recompute=full", ",fsdp"])
+def test_gradients_of_weights_come_later_where_it_is_predicted_that_they_do(
+    inside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, make_batch, loss = CASES["tied"]
+    batch, machine = make_batch(), parse_machine("p3.8xlarge")
+    memory, also = (inside, "") if inside.startswith("+") else ("", inside)
+    strategy = f"pipeline:pp=2{also},micro=2,schedule=zero-bubble{memory}"
+    pipeline = make_pipeline(capture(make().train(), batch, loss), machine, strategy)
+    input_gradient, at_once = StageRun.input_gradient, dict[str, bool]()
+
+    def note(run: StageRun, *args: Any) -> Any:
+        found = input_gradient(run, *args)
+        at_once[run.stage.plan.model.name] = not run._put_off
+        return found
+
+    monkeypatch.setattr(StageRun, "input_gradient", note)
+    on_ranks(pipeline, make(), lambda module: module(*batch).backward())
+    later = predict_pipeline(pipeline, machine, CostModel()).times.weight_gradient
+    assert at_once == {f"stage {i}": not seconds for i, seconds in enumerate(later)}
+    assert all(at_once.values()) == bool(inside)
 
 
 def test_after_a_step_that_nobody_could_leave_no_other_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
