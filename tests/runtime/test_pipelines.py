@@ -154,6 +154,20 @@ class Frozen(nn.Module):
         return x
 
 
+class FrozenStem(nn.Module):
+    """Batch norm that takes statistics after a convolution that is not trained, and is not itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()).requires_grad_(False)
+        self.rest = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.rest(self.stem(x)).flatten(1))
+        return out
+
+
 def over_words(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
@@ -166,6 +180,11 @@ CASES: dict[str, tuple[type[nn.Module], Callable[[], Batch], Callable[..., Tenso
     "tied": (Tied, words((8, 5), (8, 5)), over_words),
     "batch norm": (
         Residual,
+        lambda: (torch.randn(8, 3, 6, 6, dtype=torch.float64), torch.randint(5, (8,))),
+        nn.functional.cross_entropy,
+    ),
+    "frozen stem": (
+        FrozenStem,
         lambda: (torch.randn(8, 3, 6, 6, dtype=torch.float64), torch.randint(5, (8,))),
         nn.functional.cross_entropy,
     ),
@@ -253,6 +272,8 @@ PIPELINES = [
     ("tied", "pipeline:pp=2,micro=4,schedule=interleaved", 2),
     ("tied", "pipeline:pp=2,micro=4+recompute=full", 2),
     ("batch norm", "pipeline:pp=3,micro=2", 6),
+    ("frozen stem", "pipeline:pp=2,micro=4", 4),
+    ("frozen stem", "pipeline:pp=3,micro=2,schedule=zero-bubble", 3),
     ("batch norm", "pipeline:pp=2,micro=4,schedule=zero-bubble", 2),
     ("skips", "pipeline:pp=4,micro=4,schedule=eager-1f1b", 4),
     ("skips", "pipeline:pp=3,micro=2,schedule=interleaved", 3),
