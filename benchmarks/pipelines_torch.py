@@ -2,10 +2,11 @@
 
     python -m benchmarks.pipelines_torch        # writes results/pipelines_torch.json
 
-Both run in the same processes, in turns, so that whatever else the host does meets both. A step is forward and backward
-of all micro-batches and an update by SGD; it is timed from a barrier to the end of the slowest rank. Losses of both are
-compared. The ratio is ours to torch's, of the medians; and beside it that of the seconds that processors worked, all
-ranks together, which does not know how long a rank had to wait for one.
+Both run in the same processes, in rounds of one step each, and who begins takes turns, so that whatever else the host
+does meets both. A step is forward and backward of all micro-batches and an update by SGD; it is timed from a barrier to
+the end of the slowest rank. Losses of both are compared. The ratio is ours to torch's, the median of those of the
+rounds; and beside it that of the seconds that processors worked, all ranks together, which does not know how long a
+rank had to wait for one.
 """
 
 from __future__ import annotations
@@ -71,12 +72,10 @@ class Row:
     theirs_ms: float
     ours_steps_ms: list[float]
     theirs_steps_ms: list[float]
+    ratio: float
+    """Ours to theirs, the median of the rounds."""
     processor_ratio: float
     """Of the seconds that processors worked."""
-
-    @property
-    def ratio(self) -> float:
-        return self.ours_ms / self.theirs_ms
 
 
 Measured = tuple[list[list[float]], list[list[float]], list[float]]
@@ -104,8 +103,9 @@ def measure(rank: int, path: str, schedule: str, steps: int) -> Measured:
     told = [our_step(), their_step()]  # also what is set up in the first
     seconds: list[list[float]] = [[], []]
     worked: list[list[float]] = [[], []]
-    for _ in range(steps):
-        for which, step in enumerate((our_step, their_step)):
+    both = [*enumerate((our_step, their_step))]
+    for number in range(steps):
+        for which, step in both[:: -1 if number % 2 else 1]:
             dist.barrier()
             start, before = time.perf_counter(), time.process_time()
             step()
@@ -151,12 +151,12 @@ def compare(schedule: str, ranks: int, micro: int, steps: int) -> Row:
         answers = launch(ranks, measure, str(path), schedule, steps)
     ours, others = ([max(each) for each in zip(*(a[0][which] for a in answers), strict=True)] for which in (0, 1))
     worked = [[sum(each) for each in zip(*(a[1][which] for a in answers), strict=True)] for which in (0, 1)]
-    processors = statistics.median(worked[0]) / statistics.median(worked[1])
+    ratio, processors = (statistics.median(a / b for a, b in zip(*x, strict=True)) for x in ((ours, others), worked))
     losses = answers[plan.stages[-1].ranks[0]][2]
     assert abs(losses[0] - losses[1]) < 1e-5 * abs(losses[1]), f"losses differ: {losses}"
     medians = (round(1e3 * statistics.median(seconds), 2) for seconds in (ours, others))
     each = ([round(1e3 * x, 1) for x in seconds] for seconds in (ours, others))
-    row = Row(schedule, ranks, micro, *medians, *each, round(processors, 3))
+    row = Row(schedule, ranks, micro, *medians, *each, round(ratio, 3), round(processors, 3))
     told = f"ours {row.ours_ms:7.1f} ms  torch {row.theirs_ms:7.1f} ms  {row.ratio:.2f}, of processors {processors:.2f}"
     print(f"{schedule:<12} {ranks} ranks  {told}", flush=True)
     return row
@@ -175,7 +175,7 @@ def main() -> None:
         "command": f"python -m benchmarks.pipelines_torch {' '.join(sys.argv[1:])}".strip(), "date": str(date.today()),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__,
         "python": platform.python_version(), "load_average": os.getloadavg()[0],
-        "rows": [{**asdict(row), "ratio": round(row.ratio, 3)} for row in rows],
+        "rows": [asdict(row) for row in rows],
     }, indent=1) + "\n", encoding="utf-8")  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from conjoin.comm.parameter_bundles import (
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import held_bytes, num_devices, splits_evenly
 from conjoin.comm.places import changes_places, changes_places_between, common_places, has_places, leaves_early
-from conjoin.comm.recompute import recomputed, run_again
+from conjoin.comm.recompute import makes_again, recomputed, run_again
 from conjoin.comm.ring import Block, Ring, RingBytes, ring_bytes_of, ring_members, ring_of
 from conjoin.comm.route import backward_route, dual_layout, reshard
 from conjoin.comm.routing import RoutedBytes, Routing, moves_fewer_rows, routed_bytes, routed_call, routing_of
@@ -76,7 +76,8 @@ __all__ = [
     "backward_route", "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between", "chunking_of",
     "common_places", "cut_blocks", "digests", "dual_layout", "edge_inputs", "exchanges_in_passes", "find_bundles",
     "find_made_once", "flights_backward", "flights_forward", "form_seconds", "gradient_flow", "halo_bytes", "halo_call",
-    "halo_of", "halo_rows", "has_places", "held_bytes", "held_in_blocks", "is_product", "leaves_early", "move_regions",
+    "halo_of", "halo_rows", "has_places", "held_bytes", "held_in_blocks", "is_product", "leaves_early", "makes_again",
+    "move_regions",
     "moved_edges", "movement", "moves_fewer_rows", "node_exchanges", "num_ahead", "num_blocks", "num_devices",
     "plan_crossing", "plan_of_transfer", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes",
     "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of", "run_again",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from conjoin.comm.gradients import GradientFlow, gradient_flow
-from conjoin.ir import Plan, Segment, operators_of, recomputed_segments
+from conjoin.ir import Plan, Segment, offloaded_tensors, operators_of, recomputed_segments, regathered_parameters
 
 
 def run_again(segments: Iterable[Segment], remembered: Sequence[bool]) -> tuple[Segment, ...]:
@@ -29,3 +29,9 @@ def recomputed(plan: Plan, gradients: GradientFlow | None = None) -> tuple[Segme
         return ()
     found = gradients or gradient_flow(plan.graph)
     return run_again(segments, [found.remember(node) for node in operators_of(plan.graph)])
+
+
+def makes_again(plan: Plan) -> bool:
+    """Whether the backward pass runs operators again, gathers parameters again, or brings tensors from the host: then
+    the gradients of inputs and of weights are made together, since for each by itself it would do that twice."""
+    return bool(recomputed(plan) or regathered_parameters(plan) or offloaded_tensors(plan))

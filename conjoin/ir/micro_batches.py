@@ -223,14 +223,14 @@ class Cutting:
         return made
 
     def _add(self, node: Node) -> None:
+        if _has_statistics(node) and self._placed.get(node.inputs[0]) == Split(0):
+            self._emit_with_statistics(node)  # also where nothing is learned before it, and the whole batch is there
+            return
         if self._can_be_whole(node):
             self.add_whole(node, self._wholes)
         if not any(value in self._placed for value in node.inputs):
             if any(value not in self._wholes for value in node.outputs()):
                 self._draw(node)
-            return
-        if _has_statistics(node) and self._placed.get(node.inputs[0]) == Split(0):
-            self._emit_with_statistics(node)
             return
         rule = self._rule(node)
         if rule is not None:

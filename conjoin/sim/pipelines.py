@@ -1,10 +1,11 @@
 """A pipeline on a machine: what its stages take by themselves, and their schedule played with what goes between them.
 
 A stage is simulated like a plan in micro-batches: from the middle of these come the seconds of a forward and of a
-backward pass, from the end what is summed up and updated once in a step. The schedule is then played row by row, every
-transfer with its own time on the links between the ranks of its stages, which it may have to wait for. A stage holds
-what stays and what its fullest micro-batch needs, and for every other one in flight what is kept from its forward to
-its backward pass.
+backward pass, from the end what is summed up and updated once in a step. Where gradients of weights are made apart from
+those of inputs, they take half of a backward pass; a stage that makes something again makes both at once. The schedule
+is then played row by row, every transfer with its own time on the links between the ranks of its stages, which it may
+have to wait for. A stage holds what stays and what its fullest micro-batch needs, and for every other one in flight
+what is kept from its forward to its backward pass.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from statistics import fmean
 
 import numpy as np
 
+from conjoin.comm import makes_again
 from conjoin.cost import CostModel, Source
 from conjoin.errors import PlanError
 from conjoin.ir import LeafKind, Pipeline, Plan, Segment, Stage, graph_form, recomputed_segments, regathered_parameters
@@ -177,10 +179,11 @@ def predict_pipeline(
             once[form] = simulation, _predict_stage(simulation, optimizer, machine)
         alike.append(once[form])
     crossings = Crossings.of(pipeline, machine)
+    later = [0.0 if makes_again(stage.plan) else 0.5 for stage in pipeline.stages]
     times = Times(
         tuple(stage.forward for _, stage in alike),
-        tuple(stage.backward / 2 for _, stage in alike),
-        tuple(stage.backward / 2 for _, stage in alike),
+        tuple((1 - part) * stage.backward for part, (_, stage) in zip(later, alike, strict=True)),
+        tuple(part * stage.backward for part, (_, stage) in zip(later, alike, strict=True)),
         crossings.activations,
         crossings.gradients,
         links=crossings.links,

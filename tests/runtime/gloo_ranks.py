@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from conjoin.machine import Mesh
-from conjoin.runtime.ranks.communicator import Communicator, ProcessGroups
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.process_groups import ProcessGroups
 from tests.waiting import HUNG_SECONDS
 
 Program = Callable[[Communicator], Any]

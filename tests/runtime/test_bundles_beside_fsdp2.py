@@ -23,7 +23,8 @@ from conjoin.comm import ring_bytes
 from conjoin.ir import Plan
 from conjoin.machine import Machine
 from conjoin.report import explain
-from conjoin.runtime.ranks.communicator import Communicator, ProcessGroups
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.process_groups import ProcessGroups
 from conjoin.search import make_plan
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import captured, module_on, sharded_inside

@@ -53,7 +53,9 @@ def _sums(_: int) -> list[list[float]]:
     found = []
     for last in range(RANKS):
         told = torch.tensor([world.rank + 1.0, 10.0 * last], dtype=torch.float64)
-        world.sum_over_all(told, last)
+        under_way = world.to_sum(told, last)
+        told += 1  # by the time it is waited for
+        under_way.wait()
         found.append(told.tolist())
     assert world.num_started == RANKS, "every rank enters each of them once"
     return found
@@ -61,7 +63,7 @@ def _sums(_: int) -> list[list[float]]:
 
 def test_what_is_summed_over_all_ranks_is_the_same_on_all_whoever_comes_last() -> None:
     for found in launch(RANKS, _sums):
-        assert found == [[10.0, 40.0 * last] for last in range(RANKS)]
+        assert found == [[14.0, 40.0 * last + 4] for last in range(RANKS)]
 
 
 def _threads_of_channels(_: int) -> int:

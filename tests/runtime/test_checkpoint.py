@@ -36,7 +36,8 @@ from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
 from conjoin.machine import parse_machine
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.ranks.communicator import Communicator, ProcessGroups
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.process_groups import ProcessGroups
 from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.runtime.state.checkpoint import INDEX, save_checkpoint
 from conjoin.runtime.state.checkpoint_index import decode, encode

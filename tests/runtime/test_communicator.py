@@ -14,7 +14,8 @@ from torch import Tensor
 from conjoin.errors import RankError
 from conjoin.machine import Axis, Mesh
 from conjoin.runtime.ranks.board import Board
-from conjoin.runtime.ranks.communicator import Communicator, group_device, uncompiled
+from conjoin.runtime.ranks.communicator import Communicator, uncompiled
+from conjoin.runtime.ranks.process_groups import group_device
 from conjoin.runtime.ranks.swaps import swap
 from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
 from tests.ir.wording import assert_three_sentences

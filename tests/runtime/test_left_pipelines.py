@@ -23,7 +23,7 @@ from conjoin.machine import Machine
 from conjoin.runtime import Session, launch
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pipelines.stage_runs import StageRun
-from conjoin.runtime.ranks.communicator import ProcessGroups
+from conjoin.runtime.ranks.process_groups import ProcessGroups
 from conjoin.runtime.ranks.rank_watch import last_words
 from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
 from conjoin.runtime.state.storage import Store

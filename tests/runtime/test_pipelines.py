@@ -13,18 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.comm import plan_of_transfer, stage_grid
+from conjoin.cost import CostModel
 from conjoin.errors import RankError, StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Pipeline, check_pipeline, cut_in_stages, num_elements, region_of
-from conjoin.machine import Machine
+from conjoin.machine import Machine, parse_machine
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pipelines.schedule_runs import ScheduleRun
+from conjoin.runtime.pipelines.stage_runs import StageRun
 from conjoin.runtime.pipelines.stage_transfers import Crossing
 from conjoin.runtime.ranks.communicator import Channel, Messages, Parcel
 from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
 from conjoin.runtime.state.storage import Store
 from conjoin.schedules import read_rows
 from conjoin.search import make_pipeline
+from conjoin.sim import predict_pipeline
 
 STEPS = 3
 Batch = tuple[Tensor, ...]
@@ -151,6 +154,20 @@ class Frozen(nn.Module):
         return x
 
 
+class FrozenStem(nn.Module):
+    """Batch norm that takes statistics after a convolution that is not trained, and is not itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()).requires_grad_(False)
+        self.rest = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.rest(self.stem(x)).flatten(1))
+        return out
+
+
 def over_words(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
@@ -163,6 +180,11 @@ CASES: dict[str, tuple[type[nn.Module], Callable[[], Batch], Callable[..., Tenso
     "tied": (Tied, words((8, 5), (8, 5)), over_words),
     "batch norm": (
         Residual,
+        lambda: (torch.randn(8, 3, 6, 6, dtype=torch.float64), torch.randint(5, (8,))),
+        nn.functional.cross_entropy,
+    ),
+    "frozen stem": (
+        FrozenStem,
         lambda: (torch.randn(8, 3, 6, 6, dtype=torch.float64), torch.randint(5, (8,))),
         nn.functional.cross_entropy,
     ),
@@ -250,6 +272,8 @@ PIPELINES = [
     ("tied", "pipeline:pp=2,micro=4,schedule=interleaved", 2),
     ("tied", "pipeline:pp=2,micro=4+recompute=full", 2),
     ("batch norm", "pipeline:pp=3,micro=2", 6),
+    ("frozen stem", "pipeline:pp=2,micro=4", 4),
+    ("frozen stem", "pipeline:pp=3,micro=2,schedule=zero-bubble", 3),
     ("batch norm", "pipeline:pp=2,micro=4,schedule=zero-bubble", 2),
     ("skips", "pipeline:pp=4,micro=4,schedule=eager-1f1b", 4),
     ("skips", "pipeline:pp=3,micro=2,schedule=interleaved", 3),
@@ -491,6 +515,29 @@ def test_what_is_passed_on_does_not_wait_for_what_comes_later(strategy: str, mon
     pipeline = make_pipeline(capture(model, batch, loss), Machine("two", 2, 2, "cpu"), f"pipeline:pp=2,tp=2,{strategy}")
     monkeypatch.setattr(ThreadRanks, "channel", lambda *args: InOrder(channel(*args)))
     compare(pipeline, model, loss, [batch])
+
+
+@pytest.mark.parametrize("inside", ["", "+recompute=full", ",fsdp"])
+def test_gradients_of_weights_come_later_where_it_is_predicted_that_they_do(
+    inside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, make_batch, loss = CASES["tied"]
+    batch, machine = make_batch(), parse_machine("p3.8xlarge")
+    memory, also = (inside, "") if inside.startswith("+") else ("", inside)
+    strategy = f"pipeline:pp=2{also},micro=2,schedule=zero-bubble{memory}"
+    pipeline = make_pipeline(capture(make().train(), batch, loss), machine, strategy)
+    input_gradient, at_once = StageRun.input_gradient, dict[str, bool]()
+
+    def note(run: StageRun, *args: Any) -> Any:
+        found = input_gradient(run, *args)
+        at_once[run.stage.plan.model.name] = not run._put_off
+        return found
+
+    monkeypatch.setattr(StageRun, "input_gradient", note)
+    on_ranks(pipeline, make(), lambda module: module(*batch).backward())
+    later = predict_pipeline(pipeline, machine, CostModel()).times.weight_gradient
+    assert at_once == {f"stage {i}": not seconds for i, seconds in enumerate(later)}
+    assert all(at_once.values()) == bool(inside)
 
 
 def test_after_a_step_that_nobody_could_leave_no_other_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from conjoin.errors import RankError, UsageError
+from conjoin.frontends import capture
+from conjoin.machine import Machine
 from conjoin.runtime import Session, launch, load
 from conjoin.runtime.ranks.session import check_apart, device_of_rank, open_session
+from conjoin.search import make_pipeline
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.models import mlp, plan_of
 
@@ -65,6 +69,26 @@ def test_a_closed_session_leaves_nothing_behind() -> None:
     model, batch = mlp()
     for first, *rest, refused in launch(4, _open_many, plan_of(model, batch, 4, "megatron:tp=2"), model, batch):
         assert rest == [first] * 3
+        assert "after their session was closed" in refused
+        assert_three_sentences(refused)
+
+
+def _step_after_the_end(rank: int, plan: Any, model: Any, batch: Any) -> str:
+    with Session() as session:
+        step = load(plan, model, session=session)
+        step(*batch).backward()
+    try:
+        step(*batch)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_stages_send_each_other_nothing_after_their_session_was_closed() -> None:
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(4, 4), torch.randn(4, 4))
+    graph = capture(model, batch, nn.functional.mse_loss)
+    plan = make_pipeline(graph, Machine("here", 1, 2, "cpu"), "pipeline:pp=2,micro=2")
+    for refused in launch(2, _step_after_the_end, plan, model, batch):
         assert "after their session was closed" in refused
         assert_three_sentences(refused)
 

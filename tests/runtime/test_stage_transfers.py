@@ -14,7 +14,8 @@ from conjoin.ir import region_of
 from conjoin.machine import Axis, Mesh
 from conjoin.ops import Invariant, Layout, Split, TensorType
 from conjoin.runtime import Crossing, World, run_ranks
-from conjoin.runtime.ranks.communicator import All, Channel, Messages, Parcel
+from conjoin.runtime.ranks.channels import All
+from conjoin.runtime.ranks.communicator import Channel, Messages, Parcel
 from conjoin.runtime.ranks.wire import to_send
 
 Side = tuple[Layout, Grid]

@@ -64,6 +64,8 @@ class Action(NamedTuple):
     made: tuple[Item, ...]
     over: tuple[Item, ...]
     """What was sent before, and is there when what is taken has come."""
+    awaited: tuple[Item, ...] = ()
+    """What this rank gets ready for before it."""
 
 
 class Route:
@@ -107,6 +109,20 @@ class Route:
                 sent.setdefault(self.way(item).target, []).append(item)
         return tuple(actions)
 
+    def getting_ready(self, actions: Sequence[Action]) -> tuple[Action, ...]:
+        """Rows of an owner, with what it gets ready for before each: what one needs that comes later, and all that
+        comes the same way before that."""
+        coming, known, found = {way: iter(order) for way, order in self.order.items()}, set[Item](), []
+        for i, action in enumerate(actions):
+            awaited: list[Item] = []
+            for soon in actions[i + AHEAD : i + AHEAD + 1] if i else actions[: AHEAD + 1]:
+                for item in soon.taken:
+                    while item not in known:
+                        awaited.append(next(coming[self.way(item)]))
+                        known.add(awaited[-1])
+            found.append(action._replace(awaited=tuple(awaited)))
+        return tuple(found)
+
     def _items(self, row: Row, *, makes: bool) -> Iterator[Item]:
         """What a row makes or takes: a forward pass activations, a backward pass gradients, which go the other way."""
         is_gradient = row.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
@@ -121,7 +137,6 @@ class Route:
 class End(NamedTuple):
     """This rank's end of a transfer, there or back."""
 
-    way: Way
     crossing: Crossing
     channel: Channel
     onward: Channel | None
@@ -141,16 +156,16 @@ class Links:
     """For what is passed on at the end of a way, where this rank is."""
 
     def __post_init__(self) -> None:
-        self.actions = self.route.actions(self.owner)
-        self.forward_actions = tuple(action for action in self.actions if action.row.kind is Kind.FORWARD)
+        actions, ready = self.route.actions(self.owner), self.route.getting_ready
+        self.actions = ready(actions)
+        self.forward_actions = ready([action for action in actions if action.row.kind is Kind.FORWARD])
         self.ends: dict[tuple[int, bool], End] = {}
         """By transfer, there and back, those that this rank has part in."""
         for number, both in enumerate(self.crossings):
             for is_gradient, crossing in enumerate(both):
                 way = self.route.way(Item(number, 0, bool(is_gradient)))
                 if way in self.channels:
-                    ends = crossing, self.channels[way], self.onward.get(way)
-                    self.ends[number, bool(is_gradient)] = End(way, *ends)
+                    self.ends[number, bool(is_gradient)] = End(crossing, self.channels[way], self.onward.get(way))
 
     @classmethod
     def of(cls, pipeline: Pipeline, world: World) -> Links:
@@ -206,8 +221,6 @@ class ScheduleRun:
         self._expected: dict[Item, Expected] = {}
         self._under_way: dict[Item, Parcel] = {}
         """What was sent, and is not known to have come."""
-        self._coming = {way: iter(order) for way, order in links.route.order.items()}
-        """By way, the messages that this rank has not got ready for."""
         self._device = next(iter(stages.values())).program.store.device
         self.loss: Tensor | None = None
         self.error: Exception | None = None
@@ -215,9 +228,10 @@ class ScheduleRun:
 
     def run(self, actions: Sequence[Action], begin: Callable[[int, int], None], scale: float) -> None:
         """Run rows; `begin` is told of stage and micro-batch before a forward pass."""
-        for i, action in enumerate(actions):
-            for soon in actions[i + AHEAD : i + AHEAD + 1] if i else actions[: AHEAD + 1]:
-                self._expect(soon.taken)
+        for action in actions:
+            for item in action.awaited:
+                end = self._end(item)
+                self._expected[item] = end.crossing.expect(end.channel, self._device, end.onward)
             row = action.row
             stage, number = self.stages.get(row.stage), row.micro_batch
             match row.kind:
@@ -252,17 +266,6 @@ class ScheduleRun:
             for stage in self.stages.values():
                 stage.abandon()
             return None
-
-    def _expect(self, items: Sequence[Item]) -> None:
-        """Get ready for messages, and for those of the same way that come before them."""
-        for item in items:
-            if item in self._expected:
-                continue
-            for coming in self._coming[self._end(item).way]:
-                end = self._end(coming)
-                self._expected[coming] = end.crossing.expect(end.channel, self._device, end.onward)
-                if coming == item:
-                    break
 
     def _take(self, action: Action) -> list[tuple[Item, Tensor]]:
         """What a row takes, when it has come; and what has been sent and is there by then is let go of."""

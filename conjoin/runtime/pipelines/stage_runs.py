@@ -108,8 +108,8 @@ class StageRun:
             self._values.add(take_gradients(self._values.trained))
 
     def input_gradient(self, micro_batch: int, incoming: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """The gradients of what arrived alone; those of parameters are made later, but for a program that makes
-        something again in its backward pass: what it would make again twice is made once."""
+        """The gradients of what arrived alone; those of parameters are made later, unless the backward pass makes
+        something again."""
         if self.program.makes_again:
             return self.backward(micro_batch, incoming)
         made = self._passes.pop(micro_batch)

@@ -97,7 +97,9 @@ class Crossing:
         """What it needs of the piece that it has, and where that lies in it: of this, nothing comes."""
         self._kept_back = {**kept, **_regions(self._later, "sent")}
         """What it does not send at once."""
+        self._sent = [message for turn in self._first for message in turn.sent]
         self._sent_rounds = [turn.round for turn in self._first for _ in turn.sent]
+        self._taken = [message for turn in self._first for message in turn.taken]
         self._taken_rounds = [turn.round for turn in self._first for _ in turn.taken]
         self._sizes = {region: _count(region) for region in self._got}
         self._shape = () if self._want is None else region_shape(self._want)
@@ -108,7 +110,7 @@ class Crossing:
 
     def begin(self) -> None:
         """A step begins: nothing is under way, whatever a step that failed has left."""
-        self._sent, self._expected = count(), count()
+        self._num_sent, self._num_expected = count(), count()
         self._own: dict[int, Parts] = {}
         """Of this rank's own piece what it needs to get another, by number for every one under way: they come in the
         order in which they are sent, and may be waited for in another."""
@@ -122,13 +124,13 @@ class Crossing:
         """Start to send this rank's piece. What it has to wait for goes on when the parcel is waited for, or where
         this rank also gets a piece, when that one is."""
         own = self._parts_of(piece)
-        parcel = channel.start([m for turn in self._first for m in _sends(turn, own)], ())
+        parcel = channel.start([(m.receiver, _slice(own[m.region], m)) for m in self._sent], ())
         if not self._kept_back:
             return parcel
         later = {region: part for region, part in own.items() if region in self._kept_back}
         if self._want is None:
             return Sent(self, later, channel, Flight([(parcel, self._sent_rounds)]))
-        self._own[next(self._sent)] = later
+        self._own[next(self._num_sent)] = later
         return parcel
 
     def _parts_of(self, piece: Tensor) -> Parts:
@@ -144,19 +146,19 @@ class Crossing:
         would stand behind what comes later, or be taken for it.
         """
         parts = {region: torch.empty(size, dtype=self._dtype, device=device) for region, size in self._sizes.items()}
-        parcel = channel.start((), [m for turn in self._first for m in _receives(turn, parts)])
-        flight = Flight([(parcel, self._taken_rounds)])
-        return Expected(self, next(self._expected), parts, onward or channel, flight)
+        parcel = channel.start((), [(m.sender, _slice(parts[m.region], m)) for m in self._taken])
+        return Expected(self, next(self._num_expected), parts, onward or channel, parcel)
 
-    def finish(self, number: int, parts: Parts, channel: Channel, flight: Flight) -> Tensor:
+    def finish(self, number: int, parts: Parts, channel: Channel, parcel: Parcel) -> Tensor:
         """What was kept is put beside what comes; what others want is passed on."""
-        if self._kept_back:
-            own = self._own.pop(number, {})
+        own: Parts = self._own.pop(number, {}) if self._kept_back else {}
+        if own:
             for turn in self._first:
                 turn.keep(own, parts)
+        if self._later:
+            self.go_on(own, parts, channel, Flight([(parcel, self._taken_rounds)]))
         else:
-            own = {}
-        self.go_on(own, parts, channel, flight)
+            parcel.wait()
         return self._put_together(parts)
 
     def go_on(self, own: Parts, parts: Parts, channel: Channel, flight: Flight) -> None:
@@ -165,8 +167,6 @@ class Crossing:
         Where messages are apart, this rank is ready for what comes some turns before its own: then who sends does not
         wait for it.
         """
-        if not self._later:
-            return flight.wait()
         there, busy = {**parts, **own}, [turn for turn in self._later if turn.sent or turn.taken or turn.kept]
         num_ready = num_begun = 0
         for turn in self._later:  # also in those of others, so that all ranks have started as much: who waits looks
@@ -203,17 +203,17 @@ def _regions(turns: Sequence[_Turn], which: Literal["sent", "taken", "kept"]) ->
 
 
 def _sends(turn: _Turn, parts: Parts) -> list[tuple[int, Tensor]]:
-    return [(m.receiver, carried(_slice(parts[m.region], m))) for m in turn.sent]
+    return [(m.receiver, _slice(parts[m.region], m)) for m in turn.sent]
 
 
 def _receives(turn: _Turn, parts: Parts) -> list[tuple[int, Tensor]]:
-    return [(m.sender, carried(_slice(parts[m.region], m))) for m in turn.taken]
+    return [(m.sender, _slice(parts[m.region], m)) for m in turn.taken]
 
 
 def _slice(elements: Tensor, message: Message) -> Tensor:
-    """What a message has of the elements of its region."""
+    """What a message has of the elements of its region, as every backend carries it."""
     is_whole = message.begin == 0 and message.end == elements.numel()
-    return elements if is_whole else elements[message.begin : message.end]
+    return carried(elements if is_whole else elements[message.begin : message.end])
 
 
 def _region(shape: tuple[int, ...], layout: Layout, grid: Grid, rank: int) -> Region | None:
@@ -259,13 +259,13 @@ class Flight:
 class Expected:
     """A tensor on its way to this rank."""
 
-    def __init__(self, crossing: Crossing, number: int, parts: Parts, channel: Channel, flight: Flight) -> None:
+    def __init__(self, crossing: Crossing, number: int, parts: Parts, channel: Channel, parcel: Parcel) -> None:
         self._crossing, self._number, self._parts = crossing, number, parts
-        self._channel, self._flight = channel, flight
+        self._channel, self._parcel = channel, parcel
 
     def wait(self) -> Tensor:
         """This rank's piece of it."""
-        return self._crossing.finish(self._number, self._parts, self._channel, self._flight)
+        return self._crossing.finish(self._number, self._parts, self._channel, self._parcel)
 
 
 class Sent:

@@ -50,6 +50,13 @@ class StepEnd:
     is_under_way = False
     """Whether a step has begun, and ranks have not met at its end."""
 
+    def begin(self) -> None:
+        """A step begins: get ready to meet."""
+        self.is_under_way = True
+        self._shared = torch.zeros(2 + self._world.mesh.size, dtype=torch.float64, device=self._device)
+        last = self._pipeline.stages[0].ranks[0]  # a step ends with the first stage's last gradients
+        self._meeting = self._world.to_sum(self._shared, last)
+
     @property
     def can_leave(self) -> bool:
         return self._world.can_break_off
@@ -82,16 +89,18 @@ class StepEnd:
 
     def meet(self, outcome: Outcome) -> Tensor:
         """The loss, which one stage has, on all ranks; where one of them has failed, all give the step up."""
-        world = self._world
-        told, sent = torch.zeros(2 + world.mesh.size, dtype=torch.float64), world.bytes_sent
-        told[1], told[2 + world.rank] = outcome.has_left, outcome.error is not None
-        told = told.to(self._device)
+        world, told, sent = self._world, self._shared, self._world.bytes_sent
+        if outcome.has_left:
+            told[1] = 1
+        if outcome.error is not None:
+            told[2 + world.rank] = 1
         if outcome.loss is not None and self._tells_loss:
-            told[0] = outcome.loss.double()
-        world.sum_over_all(told, self._pipeline.stages[0].ranks[0])  # a step ends with the first stage's last gradients
+            told[0] = outcome.loss
+        self._meeting.wait()
         world.bytes_sent = sent  # what is counted is what the plan says
-        if told[1:].any():
-            self._give_up(bool(told[1]), outcome.error)
+        _, has_left, *failed = told.tolist()
+        if has_left or any(failed):
+            self._give_up(bool(has_left), outcome.error)
         self.is_under_way = False
         return told[0].reshape(self._type.shape).to(self._type.dtype)
 

@@ -84,7 +84,7 @@ class StepRun:
 
     def _run(self, scale: float, *, forward_only: bool) -> tuple[Tensor, Gradients]:
         """The loss and the gradients; or on all ranks an error, after which nothing of the step is left."""
-        self._program.end.is_under_way = True
+        self._program.end.begin()
         if self._program.end.can_leave:
             return self._run_to_leave(scale, forward_only)
         return self._run_through(scale, forward_only)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from conjoin.comm import ROWS, Chunking, halo_of, recomputed, ring_members, ring_of, routing_of
+from conjoin.comm import ROWS, Chunking, halo_of, makes_again, recomputed, ring_members, ring_of, routing_of
 from conjoin.errors import UsageError
 from conjoin.ir import (
     HostReader,
@@ -196,11 +196,7 @@ class LocalProgram:
         self._sections = Sections(self.kept, [region_shape(region) for region in held])
         buffers = {leaf.name: leaf for leaf in plan.graph.leaves_of(LeafKind.BUFFER)}
         self._targets = tuple(store.slots_of_buffer(buffers[name]) for name, _ in plan.graph.updates)
-
-    @property
-    def makes_again(self) -> bool:
-        """Whether the backward pass runs operators again, gathers parameters again, or brings tensors from the host."""
-        return bool(recomputed(self.plan) or regathered_parameters(self.plan) or self.carriers.offloaded)
+        self.makes_again = makes_again(plan)
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:

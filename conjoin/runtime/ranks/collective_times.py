@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conjoin.machine import COLLECTIVE_KINDS, CollectiveFit, Mesh, fit_collective, reduce_repeats
-from conjoin.runtime.ranks.communicator import Axes, Communicator, ProcessGroups
+from conjoin.runtime.ranks.communicator import Axes, Communicator
 from conjoin.runtime.ranks.pace import Pace
+from conjoin.runtime.ranks.process_groups import ProcessGroups
 
 Points = tuple[tuple[int, float], ...]
 """Bytes sent by the busiest rank, and seconds."""

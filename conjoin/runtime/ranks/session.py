@@ -22,7 +22,8 @@ from conjoin.environment import is_launched
 from conjoin.environment import patience_seconds as patience_of_environment
 from conjoin.errors import RankError, UsageError
 from conjoin.machine import Mesh
-from conjoin.runtime.ranks.communicator import ProcessGroups, Work, World
+from conjoin.runtime.ranks.communicator import Work, World, closed
+from conjoin.runtime.ranks.process_groups import ProcessGroups
 from conjoin.runtime.ranks.progress import Passage, first_line
 from conjoin.runtime.ranks.rank_watch import PATIENCE_SECONDS, Watch
 from conjoin.runtime.ranks.rendezvous import KeyStore, all_connected, compare
@@ -162,6 +163,13 @@ class Session:
         if self._watch is not None:
             self._watch.fail(error)
 
+    @property
+    def guard(self) -> Watch:
+        """This rank's watch, for what tells it by itself what it enters and waits for."""
+        if self._watch is None:
+            raise closed()
+        return self._watch
+
     def waiting(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
         """Around what some ranks do together without our communicator."""
         return nullcontext() if self._watch is None else self._watch.waiting(self._watch.enter(ranks))
@@ -170,15 +178,15 @@ class Session:
         self, ranks: tuple[int, ...], start: Callable[[], Work | None], may_break: bool = False
     ) -> _Watched | None:
         """Start a collective of some ranks, which one of them may leave, and watch over it."""
-        assert self._watch is not None, "an open session of several ranks has one"
-        passage = self._watch.enter(ranks, may_break)
+        watch = self.guard
+        passage = watch.enter(ranks, may_break)
         try:
             work = start()
         except RuntimeError as error:
-            raise self._watch.explain(error, passage) from error
+            raise watch.explain(error, passage) from error
         if work is not None and self.device.type != "cpu":
-            self._watch.probe(passage, cast(dist.Work, work))
-        return None if work is None else _Watched(work, self._watch, passage)
+            watch.probe(passage, cast(dist.Work, work))
+        return None if work is None else _Watched(work, watch, passage)
 
     def look_for(self, ranks: list[int], groups: Sequence[tuple[int, ...]]) -> None:
         """Raise what is known of ranks that do not come to compare notes: they ended, or went on without."""
@@ -203,11 +211,8 @@ class _Watched:
         self._work, self._watch, self._passage = work, watch, passage
 
     def wait(self) -> None:
-        self.wait_for(self._work)
-
-    def wait_for(self, part: Work) -> None:
         with self._watch.waiting(self._passage):
-            part.wait()
+            self._work.wait()
 
 
 def check_apart(devices: Mapping[int, str]) -> None:

@@ -91,8 +91,9 @@ class ThreadRanks:
         """Single messages between some of the ranks."""
         return ThreadChannel(name, self.rank, self._board)
 
-    def sum_over_all(self, tensor: Tensor, last: int) -> None:
-        self.all_reduce(tensor, self.mesh.names).wait()
+    def to_sum(self, tensor: Tensor, last: int) -> _SumOfThreads:
+        """Threads have nothing to get ready."""
+        return _SumOfThreads(self, tensor)
 
     def compare(self, text: str) -> list[str]:
         return self._board.compare(self.rank, text)
@@ -144,6 +145,16 @@ class ThreadRanks:
         assert (output.numel(), tensor.numel()) == (sum(sizes[0]), sum(sizes[1])), f"sizes {sizes} do not add up"
         self.bytes_sent += (tensor.numel() - sizes[1][place]) * tensor.itemsize
         return self._start("all-to-all", tensor, output, axes, sizes)
+
+
+class _SumOfThreads:
+    """A sum over all ranks, begun when it is waited for."""
+
+    def __init__(self, ranks: ThreadRanks, tensor: Tensor) -> None:
+        self._ranks, self._tensor = ranks, tensor
+
+    def wait(self) -> None:
+        self._ranks.all_reduce(self._tensor, self._ranks.mesh.names).wait()
 
 
 def alone(mesh: Mesh) -> ThreadRanks:

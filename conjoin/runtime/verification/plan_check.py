@@ -38,7 +38,8 @@ from conjoin.ir import (
 from conjoin.machine import Mesh
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.program.captured import to_module
-from conjoin.runtime.ranks.communicator import World, group_device
+from conjoin.runtime.ranks.communicator import World
+from conjoin.runtime.ranks.process_groups import group_device
 from conjoin.runtime.ranks.threads import alone, run_ranks
 from conjoin.runtime.state.blocks import cut_out
 from conjoin.runtime.state.storage import Store
