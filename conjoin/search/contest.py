@@ -119,6 +119,8 @@ class Contest:
     can be made to fit where no such other one can."""
     relieved: list[Entry] = field(default_factory=list)
     """What was tried with something of it run again or on the host, or cannot be."""
+    named: dict[str, Outcome] = field(default_factory=dict)
+    """Named strategies that run blocks again, by name."""
     baseline: Outcome | None = None
     """The best of the named strategies."""
     pipeline: PipelinePrediction | None = None
