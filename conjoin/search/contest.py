@@ -31,7 +31,16 @@ from conjoin.search.exact.units import Units
 from conjoin.search.notes import Notes
 from conjoin.search.packed_weights import sections_alike
 from conjoin.search.pipeline_bound import PipelineBound
-from conjoin.sim import Classes, Drafts, PipelinePrediction, Prices, Simulation, new_drafts, simulate_layouts
+from conjoin.sim import (
+    Classes,
+    Drafts,
+    PipelinePrediction,
+    Prices,
+    Simulation,
+    least_step,
+    new_drafts,
+    simulate_layouts,
+)
 
 FOR_FINISHING = 0.1
 """The part of its time that a search keeps at most to write out and check the best plan."""
@@ -121,6 +130,8 @@ class Contest:
     """What was tried with something of it run again or on the host, or cannot be."""
     named: dict[str, Outcome] = field(default_factory=dict)
     """Named strategies that run blocks again, by name."""
+    slow: dict[str, Entry] = field(default_factory=dict)
+    """Named strategies that cannot be the best: they are not simulated."""
     baseline: Outcome | None = None
     """The best of the named strategies."""
     pipeline: PipelinePrediction | None = None
@@ -275,14 +286,23 @@ class Contest:
 
     def simulate(self, entry: Entry) -> Simulation:
         """Time an entry; what is alike in several is priced once."""
-        skeleton, layouts, mesh = entry.variant.skeleton, entry.layouts, self.machine.mesh
-        drafts = new_drafts(skeleton, layouts, mesh, self.prices)
+        skeleton, drafts = entry.variant.skeleton, self._drafts_for(entry)
+        return simulate_layouts(
+            skeleton, entry.layouts, drafts, entry.regathered, entry.segments, entry.variant.steps, entry.offloads
+        )
+
+    def _drafts_for(self, entry: Entry) -> Drafts:
+        drafts = new_drafts(entry.variant.skeleton, entry.layouts, self.machine.mesh, self.prices)
         drafts.bundle_bytes = self.bundle_bytes if entry.plan is None else entry.plan.bundle_bytes
         drafts.chunks = entry.chunks if entry.plan is None else entry.plan.chunks
-        drafts = self._drafts.setdefault((drafts.classes, drafts.bundle_bytes, drafts.chunks), drafts)
-        return simulate_layouts(
-            skeleton, layouts, drafts, entry.regathered, entry.segments, entry.variant.steps, entry.offloads
-        )
+        return self._drafts.setdefault((drafts.classes, drafts.bundle_bytes, drafts.chunks), drafts)
+
+    def is_slow(self, entry: Entry) -> bool:
+        """Whether an entry is slower than the best by more than it may be off, as its operators tell."""
+        if self.best is None or self.constraints:  # what breaks these is told of
+            return False
+        least, error = least_step(entry.variant.skeleton, entry.layouts, self._drafts_for(entry))
+        return entry.variant.steps * least > (1 + error) * self.best.seconds
 
     def enter(self, entry: Entry) -> Outcome:
         """Judge an entry; it becomes the best where it fits and is faster."""

@@ -78,7 +78,7 @@ _ways_of = lru_cache(ways_of)
 
 
 def _variants(contest: Contest, starts: Sequence[Outcome]) -> tuple[Variant, ...]:
-    return variants_of(contest.captured, starts)
+    return variants_of(contest.captured, [*(outcome.entry for outcome in starts), *contest.slow.values()])
 
 
 SEARCHES: dict[str, Search] = {
@@ -263,7 +263,9 @@ def _enter_named(fitting: Fitting, starts: list[Outcome]) -> None:
     )
     for name, found in named:
         contest.tell(name)
-        if found is not None:
+        if found is not None and contest.is_slow(found):
+            contest.slow[name] = found
+        elif found is not None:
             known[name] = contest.enter(found)
             starts.append(known[name])
             if len(known) == 1:
@@ -301,13 +303,15 @@ def _least_bytes(contest: Contest, name: str) -> float:
 def _is_hopeless(contest: Contest, known: Mapping[str, Outcome], name: str) -> bool:
     """Whether a strategy stores parameters in pieces for one that is slow anyway: there is then more to send, and
     nothing to win where something else fits."""
-    plain = known.get(stored_otherwise(name))
-    return plain is not None and contest.best is not None and plain.seconds > _SLOW * contest.best.seconds
+    alike = stored_otherwise(name)
+    plain = known.get(alike)
+    is_slow = plain is not None and contest.best is not None and plain.seconds > _SLOW * contest.best.seconds
+    return is_slow or alike in contest.slow
 
 
 def _within(contest: Contest, starts: Sequence[Outcome]) -> list[Outcome]:
     """A plan that keeps to the constraints, where no named strategy does: a place to start from."""
-    tables = JointSearch(contest, variants_of(contest.captured, starts))
+    tables = JointSearch(contest, _variants(contest, starts))
     for units in tables.cuts():
         for variant in tables.variants:
             contest.tell("within the constraints")
