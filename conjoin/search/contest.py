@@ -32,6 +32,7 @@ from conjoin.search.notes import Notes
 from conjoin.search.packed_weights import sections_alike
 from conjoin.search.pipeline_bound import PipelineBound
 from conjoin.sim import (
+    ALIKE,
     Classes,
     Drafts,
     PipelinePrediction,
@@ -161,6 +162,8 @@ class Contest:
     started: float = field(default_factory=perf_counter)
     cpu_started: float = field(default_factory=process_time)
     _drafts: dict[tuple[Classes, int, int], Drafts] = field(default_factory=dict)
+    _asked: tuple[Entry, Drafts] | None = None
+    """Those of the last entry."""
     _relieved: dict[Hashable, bool] = field(default_factory=dict)
     """Whether plans fit with much of them elsewhere, by their seconds and bytes and by how leaves are stored."""
 
@@ -292,17 +295,23 @@ class Contest:
         )
 
     def _drafts_for(self, entry: Entry) -> Drafts:
+        if self._asked is None or self._asked[0] is not entry:
+            self._asked = entry, self._new_drafts(entry)
+        return self._asked[1]
+
+    def _new_drafts(self, entry: Entry) -> Drafts:
         drafts = new_drafts(entry.variant.skeleton, entry.layouts, self.machine.mesh, self.prices)
         drafts.bundle_bytes = self.bundle_bytes if entry.plan is None else entry.plan.bundle_bytes
         drafts.chunks = entry.chunks if entry.plan is None else entry.plan.chunks
         return self._drafts.setdefault((drafts.classes, drafts.bundle_bytes, drafts.chunks), drafts)
 
     def is_slow(self, entry: Entry) -> bool:
-        """Whether an entry is slower than the best by more than it may be off, as its operators tell."""
+        """Whether an entry is slower than the best by more than plans are off that are told alike, by its operators and
+        what these wait for alone."""
         if self.best is None or self.constraints:  # what breaks these is told of
             return False
-        least, error = least_step(entry.variant.skeleton, entry.layouts, self._drafts_for(entry))
-        return entry.variant.steps * least > (1 + error) * self.best.seconds
+        enough = (1 + ALIKE) * self.best.seconds / entry.variant.steps
+        return least_step(entry.variant.skeleton, entry.layouts, self._drafts_for(entry), enough) > enough
 
     def enter(self, entry: Entry) -> Outcome:
         """Judge an entry; it becomes the best where it fits and is faster."""

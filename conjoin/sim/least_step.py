@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 
 from conjoin.comm import leaves_early
-from conjoin.cost import Source
 from conjoin.ir import Choice
 from conjoin.sim.engine import COMPUTE, Fragment, to_seconds
-from conjoin.sim.expected_error import expected_error
 from conjoin.sim.fragments import Drafts, Supply
 from conjoin.sim.program import task_numbers
 from conjoin.sim.skeleton import Layouts, Skeleton
@@ -25,9 +24,9 @@ from conjoin.sim.skeleton import Layouts, Skeleton
 _NOT_SUPPLIED = Supply((), False, False, False)
 
 
-def least_step(skeleton: Skeleton, layouts: Layouts, drafts: Drafts) -> tuple[float, float]:
-    """Seconds that no timeline of a step takes less than; in micro-batches, of one of them. And by which part these may
-    be off."""
+def least_step(skeleton: Skeleton, layouts: Layouts, drafts: Drafts, enough: float = inf) -> float:
+    """Seconds that no timeline of a step takes less than; in micro-batches, of one of them. Not more is worked out than
+    is enough."""
     supplies = [[_NOT_SUPPLIED] * len(operator.reads) for operator in skeleton.operators]
     for root, made in enumerate(skeleton.roots):
         if made.maker >= 0:
@@ -37,12 +36,12 @@ def least_step(skeleton: Skeleton, layouts: Layouts, drafts: Drafts) -> tuple[fl
     for place, number in enumerate(numbers):
         if place not in cast:
             counts[number, layouts.choices[place], tuple(supplies[place])] += 1
-    total, sources = 0, list[tuple[Source, float]]()
-    for key, count in counts.items():
-        for fragment in drafts.fragments(*key):
-            total += count * _least_ticks(fragment)
-            sources += ((one.source, count * float(np.max(one.ticks))) for one in fragment)
-    return to_seconds(total), expected_error(sources)
+    found = 0.0
+    for key, count in counts.most_common():
+        found += to_seconds(count * sum(map(_least_ticks, drafts.fragments(*key))))
+        if found > enough:
+            break
+    return found
 
 
 def _supply(skeleton: Skeleton, choices: Sequence[Choice], root: int, supplies: list[list[Supply]]) -> None:

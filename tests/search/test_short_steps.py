@@ -144,5 +144,5 @@ def test_no_step_takes_less_than_its_operators_and_what_they_wait_for(machine: s
                 skeleton, layouts = entry.variant.skeleton, entry.layouts
                 drafts = new_drafts(skeleton, layouts, on.mesh, prices)
                 whole = simulate_layouts(skeleton, layouts, drafts, entry.regathered)
-                shares.append(least_step(skeleton, layouts, drafts)[0] / whole.seconds)
+                shares.append(least_step(skeleton, layouts, drafts) / whole.seconds)
     assert len(shares) > 15 and 0.8 < max(shares) <= 1
