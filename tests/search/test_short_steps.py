@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
@@ -13,6 +14,7 @@ from conjoin.api import capture
 from conjoin.cost import CostModel
 from conjoin.ir import Graph, Segment
 from conjoin.machine import parse_machine
+from conjoin.search import Wish, find_plan, make_plan
 from conjoin.search.baselines import baselines, with_blocks_again
 from conjoin.search.entries import Entry
 from conjoin.sim import (
@@ -22,6 +24,7 @@ from conjoin.sim import (
     least_step,
     measure_memory,
     new_drafts,
+    predict,
     run,
     simulate_layouts,
 )
@@ -146,3 +149,12 @@ def test_no_step_takes_less_than_its_operators_and_what_they_wait_for(machine: s
                 whole = simulate_layouts(skeleton, layouts, drafts, entry.regathered)
                 shares.append(least_step(skeleton, layouts, drafts) / whole.seconds)
     assert len(shares) > 15 and 0.8 < max(shares) <= 1
+
+
+def test_strategies_that_cannot_be_the_best_are_not_simulated_and_the_best_is_the_same() -> None:
+    machine, graph = parse_machine("p3.8xlarge:1"), stack(Random(0), scale=64)
+    made = [name for name, entry in baselines(graph, machine) if entry is not None]
+    predicted = [predict(make_plan(graph, machine, name), machine, CostModel()) for name in made]
+    found = find_plan(graph, machine, CostModel(), Wish("named", budget=inf))
+    assert found.seconds_per_step == min(one.seconds for one in predicted if one.fits)
+    assert found.num_plans < len(made)
