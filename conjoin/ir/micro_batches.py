@@ -14,7 +14,7 @@ The graph of one micro-batch is a graph like any other: each operator in its loc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,9 +68,9 @@ def cut_in_micro_batches(graph: Graph, steps: int, *, own_statistics: bool = Fal
     expanded = expand(graph, expandable)
     work = Cutting(expanded, steps, 0)
     made = work.run()
-    last = Cutting(expanded, steps, steps - 1).run()
-    if last != made:
-        why = f"{_first_other(made, last)} is not the same for every part of a batch"
+    if not work.is_same_all_over:
+        other = _first_other(made, Cutting(expanded, steps, steps - 1).run())
+        why = f"{other} is not the same for every part of a batch"
         raise _refusal(graph, steps, why, _OTHERWISE)
     return made, Accumulation(steps, tuple(leaf.name for leaf in work.cut), tuple(work.whole_names(made)))
 
@@ -137,6 +137,8 @@ class Cutting:
     def __init__(self, graph: Graph, steps: int, number: int, *, inside: bool = False) -> None:
         self.graph, self.steps, self.number, self._inside = graph, steps, number, inside
         self.cut = _cut_inputs(graph, steps)
+        self.is_same_all_over = True
+        """Whether the last micro-batch does what this one does, as far as it is built."""
         self.builder = self._builder = GraphBuilder()
         self._placed: dict[Value, Placement] = {}
         """Along the axis of time."""
@@ -301,16 +303,9 @@ class Cutting:
 
         return min((rule for rule in self._rules(node) if self._suits(node, rule)), key=rank, default=None)
 
-    def _rules(self, node: Node) -> Iterator[ShardingRule]:
+    def _rules(self, node: Node) -> tuple[ShardingRule, ...]:
         """The ways in which a node makes one part after the other, all alike."""
-        call, spec = plain_call(node), spec_for(plain_call(node))
-        for rule in rules_for(call, len(node.types)):
-            alike = all(isinstance(p, Invariant | Copies) for p in rule.outputs)
-            uneven = (
-                rule.index is not None and spec is not None and space_of(spec, call).sizes[rule.index] % self.steps
-            )
-            if not alike and not uneven:
-                yield rule
+        return _rules_in(self.steps, plain_call(node), len(node.types))
 
     def _suits(self, node: Node, rule: ShardingRule) -> bool:
         pairs = list(zip(node.inputs, rule.operands, strict=True))
@@ -361,9 +356,11 @@ class Cutting:
             made: Any = self._call(node, node.op, *map_tensors(node.op, node.args, lambda _: next(feed)))
             return made if isinstance(made, tuple) else (made,)
         size = space_of(spec, call).sizes[rule.index] // self.steps
-        piece = rule.index, self.number * size, (self.number + 1) * size
+        types = tuple(part.type for part in parts)
+        piece, last = ((rule.index, i * size, (i + 1) * size) for i in (self.number, self.steps - 1))
         try:
-            form = _local_form(call, piece, tuple(part.type for part in parts))
+            form = _local_form(call, piece, types)
+            self.is_same_all_over &= _are_alike(call, piece, last, types)
         except _Undeclared as error:
             raise self._cannot(node, f"calls {error} in a form nobody declared") from None
         values = dict(zip(map(Value, form.leaves), parts, strict=True))
@@ -458,6 +455,26 @@ def _local_form(call: Call, piece: tuple[str, int, int], types: tuple[TensorType
     index, start, stop = piece
     made = run_local(spec, call, {index: (start, stop)}, parts, emit)
     return builder.finish("local form", training=True, inputs=(), outputs=made)
+
+
+@call_cache()
+def _are_alike(
+    call: Call, piece: tuple[str, int, int], other: tuple[str, int, int], types: tuple[TensorType, ...]
+) -> bool:
+    """Whether a call does the same with two pieces."""
+    return _local_form(call, piece, types) == _local_form(call, other, types)
+
+
+@call_cache()
+def _rules_in(steps: int, call: Call, num_outputs: int) -> tuple[ShardingRule, ...]:
+    """The ways in which a call can be made in so many equal parts, one after the other."""
+    spec, found = spec_for(call), list[ShardingRule]()
+    for rule in rules_for(call, num_outputs):
+        alike = all(isinstance(p, Invariant | Copies) for p in rule.outputs)
+        uneven = rule.index is not None and spec is not None and space_of(spec, call).sizes[rule.index] % steps
+        if not alike and not uneven:
+            found.append(rule)
+    return tuple(found)
 
 
 def _counts_up(value: Any) -> bool:

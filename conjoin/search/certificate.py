@@ -18,7 +18,7 @@ busier than devices. Other units, other rewrites, and memory beyond what tables 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isclose
+from math import inf, isclose
 
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Outcome
@@ -34,6 +34,8 @@ from conjoin.search.variants import as_variant
 _MAX_UNITS = 3
 _FAR = 0.05
 """A gap of the step that is told with a reason."""
+_LATE = 2.0
+"""Seconds by which a search may be late for a bound of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Certificate:
 
     def _of_step(self) -> str:
         if self.least_step <= 0:
-            return "; how much of the step nothing can hide is not known, since tables would be too large"
+            return "; how much of the step nothing can hide is not known: tables or their time would be too large"
         why = ", since links are busy while devices wait" if self.step_gap > _FAR else ""
         return f"; the step is within {self.step_gap:.1%} of what nothing can hide{why}"
 
@@ -123,12 +125,13 @@ def _certify_on(contest: Contest, outcome: Outcome, units: Units, objective: Obj
     space, skeleton = tables.space(units), entry.variant.skeleton
     among = shown(units) + (f" in {entry.variant.steps} micro-batches" if entry.variant.steps > 1 else "")
     told = entry.layouts, entry.regathered, entry.segments
-    own = sum_of(skeleton, space, objective, *told)
+    own, before = sum_of(skeleton, space, objective, *told), contest.time_left
     bound = _bound(tables, outcome, units, objective) if own is not None else None
     if own is None or bound is None or bound.least <= 0:
         return None
     price = objective.seconds_per_byte
-    steps = outcome.seconds, _least_step(tables, outcome, units, objective)
+    is_late = before < inf and 2 * contest.time_left < before - _LATE  # a second bound takes as long as the first
+    steps = outcome.seconds, 0.0 if is_late else _least_step(tables, outcome, units, objective)
     if price <= LEAST_PRICE:
         least = own if isclose(own, bound.least, rel_tol=1e-12) else bound.least  # the same, summed in another order
         return Certificate(among, objective.overlap, own, least, bound.is_exact, None, *steps)

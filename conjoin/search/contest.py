@@ -31,7 +31,17 @@ from conjoin.search.exact.units import Units
 from conjoin.search.notes import Notes
 from conjoin.search.packed_weights import sections_alike
 from conjoin.search.pipeline_bound import PipelineBound
-from conjoin.sim import Classes, Drafts, PipelinePrediction, Prices, Simulation, new_drafts, simulate_layouts
+from conjoin.sim import (
+    ALIKE,
+    Classes,
+    Drafts,
+    PipelinePrediction,
+    Prices,
+    Simulation,
+    least_step,
+    new_drafts,
+    simulate_layouts,
+)
 
 FOR_FINISHING = 0.1
 """The part of its time that a search keeps at most to write out and check the best plan."""
@@ -119,6 +129,10 @@ class Contest:
     can be made to fit where no such other one can."""
     relieved: list[Entry] = field(default_factory=list)
     """What was tried with something of it run again or on the host, or cannot be."""
+    named: dict[str, Outcome] = field(default_factory=dict)
+    """Named strategies that run blocks again, by name."""
+    slow: dict[str, Entry] = field(default_factory=dict)
+    """Named strategies that cannot be the best: they are not simulated."""
     baseline: Outcome | None = None
     """The best of the named strategies."""
     pipeline: PipelinePrediction | None = None
@@ -148,6 +162,8 @@ class Contest:
     started: float = field(default_factory=perf_counter)
     cpu_started: float = field(default_factory=process_time)
     _drafts: dict[tuple[Classes, int, int], Drafts] = field(default_factory=dict)
+    _asked: tuple[Entry, Drafts] | None = None
+    """Those of the last entry."""
     _relieved: dict[Hashable, bool] = field(default_factory=dict)
     """Whether plans fit with much of them elsewhere, by their seconds and bytes and by how leaves are stored."""
 
@@ -273,14 +289,29 @@ class Contest:
 
     def simulate(self, entry: Entry) -> Simulation:
         """Time an entry; what is alike in several is priced once."""
-        skeleton, layouts, mesh = entry.variant.skeleton, entry.layouts, self.machine.mesh
-        drafts = new_drafts(skeleton, layouts, mesh, self.prices)
+        skeleton, drafts = entry.variant.skeleton, self._drafts_for(entry)
+        return simulate_layouts(
+            skeleton, entry.layouts, drafts, entry.regathered, entry.segments, entry.variant.steps, entry.offloads
+        )
+
+    def _drafts_for(self, entry: Entry) -> Drafts:
+        if self._asked is None or self._asked[0] is not entry:
+            self._asked = entry, self._new_drafts(entry)
+        return self._asked[1]
+
+    def _new_drafts(self, entry: Entry) -> Drafts:
+        drafts = new_drafts(entry.variant.skeleton, entry.layouts, self.machine.mesh, self.prices)
         drafts.bundle_bytes = self.bundle_bytes if entry.plan is None else entry.plan.bundle_bytes
         drafts.chunks = entry.chunks if entry.plan is None else entry.plan.chunks
-        drafts = self._drafts.setdefault((drafts.classes, drafts.bundle_bytes, drafts.chunks), drafts)
-        return simulate_layouts(
-            skeleton, layouts, drafts, entry.regathered, entry.segments, entry.variant.steps, entry.offloads
-        )
+        return self._drafts.setdefault((drafts.classes, drafts.bundle_bytes, drafts.chunks), drafts)
+
+    def is_slow(self, entry: Entry) -> bool:
+        """Whether an entry is slower than the best by more than plans are off that are told alike, by its operators and
+        what these wait for alone."""
+        if self.best is None or self.constraints:  # what breaks these is told of
+            return False
+        enough = (1 + ALIKE) * self.best.seconds / entry.variant.steps
+        return least_step(entry.variant.skeleton, entry.layouts, self._drafts_for(entry), enough) > enough
 
     def enter(self, entry: Entry) -> Outcome:
         """Judge an entry; it becomes the best where it fits and is faster."""

@@ -8,7 +8,7 @@ where it does not, the whole graph is drafted. Graphs of the same form, as those
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from conjoin.ir import REGATHER, Graph, Leaf, Node, Value, graph_form
@@ -24,7 +24,15 @@ def draft_folded(graph: Graph, strategy: Strategy) -> Draft:
     short = None if found is None else strategy(study(found.short))
     if found is None or short is None or not _is_steady(found, short):
         return draft_in_full(graph, strategy)
+    if any(flow.stuck for flow in short.flows):  # it is only asked what is
+        flows = (replace(flow, stuck=_standing_for({*flow.stuck}, found.nodes)) for flow in short.flows)
+        return replace(short, flows=tuple(flows))
     return _carried_over(short, found.leaves, found.nodes)
+
+
+def _standing_for(some: Set[Node], nodes: Mapping[Node, Node]) -> tuple[Node, ...]:
+    """The nodes for which some stand."""
+    return tuple(node for node, one in nodes.items() if one in some)
 
 
 @dataclass
@@ -60,7 +68,6 @@ def _carried_over(draft: Draft, leaves: Mapping[Leaf, Leaf], nodes: Mapping[Node
 
 
 def _carried_flow(flow: Flow, leaves: Mapping[Leaf, Leaf], nodes: Mapping[Node, Node]) -> Flow:
-    stuck = frozenset(flow.stuck)
     placements = {Value(leaf): flow.placements[Value(one)] for leaf, one in leaves.items()}
     for node, one in nodes.items():
         placements.update(zip(node.outputs(), map(flow.placements.__getitem__, one.outputs()), strict=True))
@@ -69,7 +76,7 @@ def _carried_flow(flow: Flow, leaves: Mapping[Leaf, Leaf], nodes: Mapping[Node, 
         {leaf: flow.leaves[one] for leaf, one in leaves.items()},
         {node: flow.rules[one] for node, one in nodes.items()},
         placements,
-        tuple(node for node, one in nodes.items() if one in stuck),
+        _standing_for({*flow.stuck}, nodes),
     )
 
 

@@ -1,24 +1,28 @@
 """Plans in micro-batches, where memory is short: the named strategies for parts of the batch, one after the other.
 
-Where none of them fits, those that are fast are tried at once in as few micro-batches as are enough (`Fitting`):
-a search that knows something that fits need not judge what is slower. Where nothing was found that fits and the time is
-over, parameters in pieces, the smallest micro-batches and all blocks run again are the least that a named strategy
-takes: `enter_smallest`.
+Where none of them fits, what takes little memory is tried at once (`Fitting.spare`): parameters in pieces and all
+blocks run again, then in micro-batches besides, for which layers are split where a device would be left without
+samples. A search that knows something that fits need not judge what is slower, and tries those that are fast in as few
+micro-batches as are enough (`Fitting.enter`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 
+from conjoin.comm import held_bytes
 from conjoin.errors import StrategyError
-from conjoin.ir import cut_in_micro_batches
+from conjoin.ir import LeafKind, cut_in_micro_batches
+from conjoin.machine import Mesh
 from conjoin.search.baselines import baselines, with_blocks_again
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Entry, Outcome, Variant, make_variant
 from conjoin.search.named_relief import relieve_by_name
 from conjoin.search.strategies import read_request
-from conjoin.sim import measure_memory
+from conjoin.sim import OPTIMIZER_COPIES
 
 MAX_STEPS = 64
 """Micro-batches of a step that are tried at most."""
@@ -59,10 +63,14 @@ def enter_strategies(contest: Contest, variant: Variant) -> list[Outcome]:
     return found
 
 
-def _strategies(contest: Contest, variant: Variant, names: Container[str] | None = None) -> Iterator[Entry]:
+def _strategies(
+    contest: Contest,
+    variant: Variant,
+    takes: Callable[[str], bool] = lambda name: True,
+    rank: Callable[[str], float] = lambda name: 0,
+) -> Iterator[Entry]:
     """The named strategies for micro-batches, all or some."""
-    left_out = (lambda name: False) if names is None else (lambda name: name not in names)
-    for _, entry in baselines(variant.graph, contest.machine, left_out):
+    for _, entry in baselines(variant.graph, contest.machine, lambda name: not takes(name), rank):
         if entry is not None:
             made = replace(entry.variant, accumulation=variant.accumulation)
             yield replace(entry, name=f"{entry.name}+micro={variant.steps}", variant=made)
@@ -73,19 +81,55 @@ class Fitting:
     """Named strategies that do not fit, each in as few micro-batches as are enough for it."""
 
     contest: Contest
+    known: dict[str, Outcome] = field(default_factory=dict)
+    """Those that were judged as they are."""
     _tried: set[str] = field(default_factory=set)
     _parts: dict[int, Variant | None] = field(default_factory=dict)
+    _sparing: Iterator[Entry] = field(init=False)
+    _spared: Outcome | None = None
 
-    def enter(self, known: Mapping[str, Outcome]) -> None:
-        """Enter the fastest that were not tried; a few in all, while there is time for other ways to fit."""
+    def __post_init__(self) -> None:
+        self._sparing = self._least_memory()
+
+    def spare(self, judge: Callable[[Entry], Outcome], left: Callable[[], float]) -> None:
+        """Judge what takes less and less memory until something fits, while there is time; from what was tried on."""
         contest, smallest = self.contest, self.contest.smallest
+        while contest.least_seconds == inf and left() > 0 and (entry := next(self._sparing, None)) is not None:
+            contest.tell(entry.name)
+            self._spared = contest.named[entry.name] = judge(entry)
+        if contest.best is not None:
+            contest.smallest = smallest  # what is relieved otherwise are the strategies themselves
+
+    def _least_memory(self) -> Iterator[Entry]:
+        """Parameters in pieces and blocks run again, by the strategy of those that leave every device samples that
+        splits layers the fewest ways: of the whole batch, then in as many micro-batches as should be enough for that,
+        and in twice as many."""
+        steps = 1
+        while steps <= MAX_STEPS:
+            entry = self._in_pieces(steps)
+            if entry is not None:
+                yield with_blocks_again(entry, "full") or entry
+            if steps == 1 and self._spared is not None:
+                steps = max(1, self._fewest_steps(self._spared) // 2)
+            steps *= 2
+
+    def _in_pieces(self, steps: int) -> Entry | None:
+        if steps == 1:
+            names = sorted(filter(_is_in_pieces, self.known), key=_layers_split)
+            return self.known[names[0]].entry if names else None
+        variant = self._in_parts(steps)
+        return None if variant is None else next(_strategies(self.contest, variant, _is_in_pieces, _layers_split), None)
+
+    def enter(self) -> None:
+        """Enter the fastest that were not tried; a few in all, while there is time for other ways to fit."""
+        contest, known, smallest = self.contest, self.known, self.contest.smallest
         allowed = [name for name in known if name not in self._tried and contest.allows(known[name].entry)]
         for name in sorted(allowed, key=lambda name: known[name].seconds):
             is_over = len(self._tried) == _TRIED_AT_ONCE or contest.time_left_of_given <= _FOR_OTHERS
             if is_over or known[name].seconds >= contest.least_seconds:
                 break
             steps = self._fewest_steps(known[name])
-            if steps:
+            if steps and _has_samples(known[name].entry, contest.machine.mesh, steps):
                 self._tried.add(name)
                 self._enter(name, steps)
                 if steps > 2 and contest.least_seconds > _WORTH_RELIEF * known[name].seconds:
@@ -96,7 +140,7 @@ class Fitting:
         """A strategy in so many micro-batches; in twice as many where it takes more than it was thought to."""
         for count in (steps, 2 * steps):
             variant = self._in_parts(count)
-            found = _strategies(self.contest, variant, (name,)) if variant is not None else ()
+            found = _strategies(self.contest, variant, name.__eq__) if variant is not None else ()
             if all(self._fits(self.contest.enter(entry)) for entry in found):
                 return
 
@@ -104,7 +148,7 @@ class Fitting:
         """A strategy in fewer micro-batches than fit, with blocks run again."""
         variant = self._in_parts(steps)
         if variant is not None:
-            entries = _strategies(self.contest, variant, (name,))
+            entries = _strategies(self.contest, variant, name.__eq__)
             relieve_by_name(self.contest, [self.contest.enter(entry) for entry in entries])
 
     def _fits(self, outcome: Outcome) -> bool:
@@ -115,10 +159,14 @@ class Fitting:
 
         What stays does not become less, and there are gradients that wait for those of others.
         """
-        contest = self.contest
-        memory = measure_memory(outcome.simulation.program, contest.optimizer, contest.machine.device)
-        stays = memory.parameters + memory.buffers + memory.optimizer_state
-        room, comes = contest.capacity - stays - memory.gradients, memory.peak - stays
+        contest, held = self.contest, Counter[LeafKind]()
+        skeleton, layouts = outcome.entry.variant.skeleton, outcome.entry.layouts
+        for root, layout in layouts.leaves.items():
+            leaf = skeleton.graph.leaves[root]
+            held[leaf.kind] += held_bytes(leaf.type.laid_out(layout), contest.machine.mesh)[0]
+        trained = held[LeafKind.PARAMETER]
+        stays = sum(held.values()) - held[LeafKind.INPUT] + OPTIMIZER_COPIES[contest.optimizer] * trained
+        room, comes = contest.capacity - stays - trained, (outcome.peak_bytes or 0) - stays
         steps = 2
         while steps * room < comes and steps < MAX_STEPS:
             steps *= 2
@@ -130,22 +178,18 @@ class Fitting:
         return self._parts[steps]
 
 
-def enter_smallest(contest: Contest, left: Callable[[], float]) -> None:
-    """Parameters in pieces in as many micro-batches as leave every device samples, with blocks run again: by data
-    parallelism, then with layers split more and more ways while there is time left, until something fits."""
-    for variant in reversed(tuple(micro_variants(contest))):
-        named = baselines(variant.graph, contest.machine, lambda name: not name.endswith(_IN_PIECES), _layers_split)
-        entries = ((name, entry) for name, entry in named if name.endswith(_IN_PIECES))
-        for name, entry in entries:
-            if name == _IN_PIECES and entry is None:
-                break
-            if entry is not None:
-                made = replace(entry.variant, accumulation=variant.accumulation)
-                smaller = replace(entry, name=f"{entry.name}+micro={variant.steps}", variant=made)
-                again = with_blocks_again(smaller, "full") or smaller
-                contest.judge(again, contest.simulate(again))  # not entered: there may be no step left to count
-            if contest.best is not None or left() <= 0:
-                return
+def _has_samples(entry: Entry, mesh: Mesh, steps: int) -> bool:
+    """Whether devices that share the inputs have samples for every micro-batch."""
+    for i, leaf in enumerate(entry.variant.skeleton.graph.leaves):
+        part = held_bytes(leaf.type.laid_out(entry.layouts.leaves[i]), mesh)[0]
+        is_split = leaf.kind is LeafKind.INPUT and part < leaf.type.bytes
+        if is_split and leaf.type.shape[0] * part < steps * leaf.type.bytes:
+            return False
+    return True
+
+
+def _is_in_pieces(name: str) -> bool:
+    return name.endswith(_IN_PIECES)
 
 
 def _layers_split(name: str) -> float:

@@ -22,7 +22,7 @@ from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.joint import JointSearch
 from conjoin.search.kept_count import try_keeping
 from conjoin.search.memory_front import relieve_front
-from conjoin.search.micro_batches import Fitting, enter_smallest
+from conjoin.search.micro_batches import Fitting
 from conjoin.search.named_relief import relieve_by_name
 from conjoin.search.notes import Notes
 from conjoin.search.papers.descents import descend_everywhere, try_everything
@@ -78,7 +78,7 @@ _ways_of = lru_cache(ways_of)
 
 
 def _variants(contest: Contest, starts: Sequence[Outcome]) -> tuple[Variant, ...]:
-    return variants_of(contest.captured, starts)
+    return variants_of(contest.captured, [*(outcome.entry for outcome in starts), *contest.slow.values()])
 
 
 SEARCHES: dict[str, Search] = {
@@ -131,19 +131,19 @@ def search_on(
     contest = open_contest(graph, machine, costs, wish, progress)
     contest.notes = begin.notes
     stopped = Stopped.CONVERGED
-    starts: list[Outcome] = []
+    starts, fitting = list[Outcome](), Fitting(contest)
     try:
         if (wish.stages or 1) > 1:
             _look_for_stages(contest, begin, wish, costs)
         else:
-            _look(contest, begin, wish, starts, costs)
+            _look(fitting, begin, wish, starts, costs)
     except Enough as end:
         stopped = end.reason
     except KeyboardInterrupt:
         if contest.least_seconds == inf:
             raise
         stopped = Stopped.INTERRUPTED
-    if stopped is not Stopped.INTERRUPTED and not _relieve_last(contest):
+    if stopped is not Stopped.INTERRUPTED and not _relieve_last(fitting):
         stopped = Stopped.INTERRUPTED
     if stopped is Stopped.CONVERGED and wish.search != "named":
         stopped = _finish_best(contest)
@@ -156,9 +156,10 @@ def search_on(
     return result
 
 
-def _look(contest: Contest, begin: Beginning, wish: Wish, starts: list[Outcome], costs: CostModel) -> None:
+def _look(fitting: Fitting, begin: Beginning, wish: Wish, starts: list[Outcome], costs: CostModel) -> None:
     """Judge what there is to begin with, look for pipelines in a part of the time, and search."""
-    _begin(contest, begin, wish, starts, costs)
+    contest = fitting.contest
+    _begin(fitting, begin, wish, starts, costs)
     if contest.best is None and contest.constraints and wish.search != "named":
         starts += _within(contest, starts)
     contest.check("the named strategies are judged")
@@ -178,8 +179,9 @@ def _look_for_stages(contest: Contest, begin: Beginning, wish: Wish, costs: Cost
     search_stages(contest, costs, _ways(wish), wish.stages)
 
 
-def _relieve_last(contest: Contest) -> bool:
+def _relieve_last(fitting: Fitting) -> bool:
     """Have what comes nearest to fitting run some of it again, where nothing else fits; whether it came to its end."""
+    contest = fitting.contest
     is_named = contest.best is contest.baseline  # a search that found nothing better may have fewer blocks run again
     if contest.smallest is None or (contest.best is not None and not (is_named and contest.best.entry.segments)):
         return True
@@ -191,7 +193,10 @@ def _relieve_last(contest: Contest) -> bool:
 
     try:
         if contest.least_seconds == inf and contest.mesh.size > 1:
-            enter_smallest(contest, lambda: left() + _LATE * contest.time_spent)
+            fitting.spare(
+                lambda entry: contest.judge(entry, contest.simulate(entry)),  # there may be no step left to count
+                lambda: left() + _LATE * contest.time_spent,
+            )
         if left() > 0:
             relieve(contest, contest.smallest, left)
         relieve_front(contest, lambda: contest.left)
@@ -230,14 +235,15 @@ def _enter_given(contest: Contest, begin: Beginning, wish: Wish, costs: CostMode
     return found
 
 
-def _begin(contest: Contest, begin: Beginning, wish: Wish, starts: list[Outcome], costs: CostModel) -> None:
+def _begin(fitting: Fitting, begin: Beginning, wish: Wish, starts: list[Outcome], costs: CostModel) -> None:
     """Judge the user's plans, the named strategies, and the best of an earlier search."""
+    contest = fitting.contest
     starts += _enter_given(contest, begin, wish, costs)
     before = begin.before
     if before is not None:
         check_start(contest, before)
     try:
-        _enter_named(contest, starts)
+        _enter_named(fitting, starts)
     finally:  # what an earlier search has found is not lost, however little may be spent now
         if isinstance(before, Plan):
             starts.insert(0, contest.enter_plan(before, is_counted=False))
@@ -245,9 +251,10 @@ def _begin(contest: Contest, begin: Beginning, wish: Wish, starts: list[Outcome]
             enter_pipeline(contest, before, costs)
 
 
-def _enter_named(contest: Contest, starts: list[Outcome]) -> None:
+def _enter_named(fitting: Fitting, starts: list[Outcome]) -> None:
     """Judge the named strategies; where they do not fit, also in micro-batches and with blocks run again."""
-    known, fitting, least = dict[str, Outcome](), Fitting(contest), partial(_least_bytes, contest)
+    contest, known = fitting.contest, fitting.known
+    least = partial(_least_bytes, contest)
     named = baselines(
         contest.captured,
         contest.machine,
@@ -256,22 +263,37 @@ def _enter_named(contest: Contest, starts: list[Outcome]) -> None:
     )
     for name, found in named:
         contest.tell(name)
-        if found is not None:
+        if found is not None and contest.is_slow(found):
+            contest.slow[name] = found
+        elif found is not None:
             known[name] = contest.enter(found)
             starts.append(known[name])
             if len(known) == 1:
                 contest.keep_for_finishing()
             if len(known) == _FIRST_NAMED and contest.best is None:
-                fitting.enter(known)
+                _spare(fitting)
             contest.baseline = contest.best
         if known and contest.time_left < contest.time_spent / len(known) - _GRACE_SECONDS:
             raise Enough(Stopped.OUT_OF_TIME)  # the next may take as long as those so far
         if known and contest.memory_decides and contest.time_left_of_given < _FOR_NAMED:
             break  # for which named strategies know less than the search
+    if known and contest.least_seconds == inf:
+        _spare(fitting)
     if contest.memory_decides:
-        fitting.enter(known)
+        fitting.enter()
     starts += relieve_by_name(contest, [known[name] for name in known if least(name) <= contest.capacity])
     contest.baseline = contest.best
+
+
+def _spare(fitting: Fitting) -> None:
+    """Look for something that fits, while there is time for other ways to."""
+    contest = fitting.contest
+
+    def left() -> float:
+        contest.check("what takes less memory")
+        return 1.0
+
+    fitting.spare(contest.enter, left)
 
 
 def _least_bytes(contest: Contest, name: str) -> float:
@@ -281,13 +303,15 @@ def _least_bytes(contest: Contest, name: str) -> float:
 def _is_hopeless(contest: Contest, known: Mapping[str, Outcome], name: str) -> bool:
     """Whether a strategy stores parameters in pieces for one that is slow anyway: there is then more to send, and
     nothing to win where something else fits."""
-    plain = known.get(stored_otherwise(name))
-    return plain is not None and contest.best is not None and plain.seconds > _SLOW * contest.best.seconds
+    alike = stored_otherwise(name)
+    plain = known.get(alike)
+    is_slow = plain is not None and contest.best is not None and plain.seconds > _SLOW * contest.best.seconds
+    return is_slow or alike in contest.slow
 
 
 def _within(contest: Contest, starts: Sequence[Outcome]) -> list[Outcome]:
     """A plan that keeps to the constraints, where no named strategy does: a place to start from."""
-    tables = JointSearch(contest, variants_of(contest.captured, starts))
+    tables = JointSearch(contest, _variants(contest, starts))
     for units in tables.cuts():
         for variant in tables.variants:
             contest.tell("within the constraints")

@@ -15,14 +15,14 @@ from conjoin.search.rehearsed import expand_rehearsed
 _MAX_VARIANTS = 4
 
 
-def variants_of(graph: Graph, starts: Iterable[Outcome]) -> tuple[Variant, ...]:
+def variants_of(graph: Graph, starts: Iterable[Entry]) -> tuple[Variant, ...]:
     """The graph as it is, with everything expanded, and as the entries to start from have it; each once.
 
     Also with features that belong to the model, and are no others in any step, aggregated at the first alone.
     """
     found: dict[str, Variant] = {}
     whole = expanded(graph)
-    entered = {v.graph: v for v in (as_variant(outcome).entry.variant for outcome in starts)}.values()
+    entered = {v.graph: v for v in (without_plan(entry).variant for entry in starts)}.values()
     rewritten = [expanded(v.graph, v.substitutions) for v in entered if v.substitutions and v.steps == 1]
     once = with_constants_once(graph)
     for other, substitutions in ((graph, ()), whole, once, *rewritten):

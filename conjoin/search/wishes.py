@@ -16,7 +16,7 @@ from conjoin.search.pipeline_bound import PipelineBound
 from conjoin.sim import OPTIMIZER_COPIES
 
 DEFAULT_BUDGET = 60.0
-SEARCH_VERSION = 8
+SEARCH_VERSION = 9
 """Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
 OBJECTIVES = ("time", "cost")
 

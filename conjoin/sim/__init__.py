@@ -8,6 +8,7 @@ from conjoin.sim.engine import COMPUTE, Instruction, Phase, Ticks, Timeline, rer
 from conjoin.sim.expected_error import ALIKE, Published, expected_error, published_for
 from conjoin.sim.fragments import Drafts
 from conjoin.sim.gains import Gain, gain_of
+from conjoin.sim.least_step import least_step
 from conjoin.sim.memory import kept_tensors, measure_memory
 from conjoin.sim.memory_walk import Memory
 from conjoin.sim.moves import make_change, random_change
@@ -35,7 +36,7 @@ __all__ = [
     "HostLink", "Instruction", "Kept", "Layouts", "MachinePrices", "Memory", "Offloads", "OnHost", "Operator", "Phase",
     "PipelinePrediction", "Prediction", "Prices", "Program", "Published", "Simulation", "Skeleton", "StagePrediction",
     "Stretch", "Ticks", "Timeline", "Wanted", "break_down", "crossing_seconds", "expected_error", "fastest_chunks",
-    "gain_of", "kept_of", "kept_tensors", "make_change", "measure_memory", "measure_wanted", "new_drafts",
+    "gain_of", "kept_of", "kept_tensors", "least_step", "make_change", "measure_memory", "measure_wanted", "new_drafts",
     "offloads_of", "predict", "predict_pipeline", "published_for", "put_together", "random_change", "rank_stretches",
     "rerun", "rescheduled", "run", "simulate", "simulate_layouts", "simulate_stage", "stage_memory", "stage_spans",
     "streams_seconds", "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds",

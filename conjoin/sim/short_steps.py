@@ -39,7 +39,7 @@ _Cuts = tuple[tuple[int, int, int], ...]
 def repeats(skeleton: Skeleton) -> bool:
     """Whether operators come again and again, in whatever layouts: else a step is not told by fewer."""
     kinds = np.array(_kinds(skeleton)[0], np.int64)
-    return not skeleton.casts and bool(find_stretches(kinds, _BEFORE + _AFTER + 1))
+    return bool(find_stretches(kinds, _BEFORE + _AFTER + 1))
 
 
 def short_program(
@@ -64,6 +64,10 @@ def short_program(
         return None
     moved = (_moved_bundle(bundle, cuts, far) for bundle, far in zip(known[0], is_wide, strict=True))
     bundles = tuple(bundle for bundle in moved if bundle is not None)
+    used = {value: known[1][value] for bundle in bundles for value, _ in bundle.entries}
+    numbers = {value: _moved_root(root, skeleton, short, cuts) for value, root in used.items()}
+    if any(number < 0 for number in numbers.values()):
+        return None
     chosen = [choice for place, choice in enumerate(layouts.choices) if not _is_gone(place, cuts)]
     again = [
         Segment(s[0] - by, s[1] - by, [place - by for place in s.kept])
@@ -73,7 +77,7 @@ def short_program(
     ]
     made = Program(
         short, Layouts(layouts.leaves, tuple(chosen), layouts.results), drafts, regathered, tuple(again),
-        bundles=(bundles, known[1]),
+        bundles=(bundles, numbers),
     )  # fmt: skip
     return None if made.parts or made.leave_at_start() else made
 
@@ -108,6 +112,14 @@ def _shift(place: int, cuts: _Cuts) -> int:
 
 def _is_gone(place: int, cuts: _Cuts) -> bool:
     return any(seam <= place < seam + count for seam, count, _ in cuts)
+
+
+def _moved_root(root: int, skeleton: Skeleton, short: Skeleton, cuts: _Cuts) -> int:
+    """The number in the short step of a leaf, or of what one is cast to; none, -1, where that is left out."""
+    maker = skeleton.roots[root].maker
+    if maker < 0:
+        return root
+    return -1 if _is_gone(maker, cuts) else short.operators[maker - _shift(maker, cuts)].makes[skeleton.outputs[root]]
 
 
 def _moved_bundle(bundle: ParameterBundle, cuts: _Cuts, is_wide: bool) -> ParameterBundle | None:

@@ -16,8 +16,8 @@ from conjoin.cost import CostModel
 from conjoin.errors import StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Graph
-from conjoin.machine import Machine
-from conjoin.search import Wish, best_plan, contest, find_plan
+from conjoin.machine import Machine, parse_machine
+from conjoin.search import Wish, best_plan, certificate, contest, find_plan
 from conjoin.search.stages.ways import LaidOut
 from zoo.gpt import Gpt, GptConfig, gpt_batch
 from zoo.tokens import next_token_loss
@@ -81,6 +81,19 @@ def test_what_cannot_fit_by_its_parameters_is_not_looked_at(clock: list[float]) 
 def test_an_answer_that_hangs_on_the_budget_says_so(clock: list[float]) -> None:
     with pytest.raises(StrategyError, match="a budget of more than 2 s"):
         find_plan(deep(), Machine.preset("dgx-h100"), CostModel(), Wish(budget=2, memory=100_000))
+
+
+def test_no_second_bound_where_the_first_took_long(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = certificate._bound
+
+    def slowly(*given: Any) -> Any:
+        clock[0] += 30 * SECONDS
+        return bound(*given)
+
+    monkeypatch.setattr(certificate, "_bound", slowly)
+    found = find_plan(deep(2048, 8192), parse_machine("p3.8xlarge:1"), CostModel(), Wish(budget=60))
+    assert found.certificate is not None and "time would be too large" in str(found.certificate)
+    assert found.search_seconds <= 1.1 * 60 + 30 * SECONDS
 
 
 def test_uneven_pieces_on_many_devices_take_no_longer() -> None:

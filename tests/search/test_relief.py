@@ -22,6 +22,8 @@ from conjoin.search.entries import Outcome
 from conjoin.search.relief import crossing_bytes, relieve, segmentations
 from conjoin.sim import predict, take_graph_apart
 from tests.runtime.random_graphs import Sample
+from zoo.gpt import Gpt, GptConfig, gpt_batch
+from zoo.tokens import next_token_loss
 
 MACHINE = "p3.8xlarge"
 DEPTH = 5
@@ -95,7 +97,7 @@ def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again(monkeypatch: 
     monkeypatch.setattr("conjoin.search.searches.relieve_front", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.explore_front", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.micro_variants", lambda _: iter(()))
-    monkeypatch.setattr("conjoin.search.searches.enter_smallest", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.searches.Fitting.spare", lambda *_: None)
     with pytest.raises(StrategyError, match="needs"):
         search(memory=limit, steps=20)
 
@@ -122,6 +124,22 @@ def test_where_that_is_not_enough_the_step_is_taken_in_micro_batches() -> None:
     assert found.plan.accumulation is not None and found.plan.accumulation.steps > 1
     assert_predicted(found)
     assert verify_in_process(Case(found.plan, sample.graph, sample.model, sample.inputs), 2).passed
+
+
+@pytest.mark.parametrize("search_name", ["named", "joint"])
+def test_what_fits_is_found_first_also_where_micro_batches_leave_no_samples_to_some_devices(search_name: str) -> None:
+    """With a sample for every device there are smaller micro-batches only where several devices share samples."""
+    config = GptConfig(3, 32, 4, length=128, vocabulary=64, dropout=0.0, by_head=True)
+    graph, machine = capture(Gpt(config).train(), gpt_batch(4, config), next_token_loss), parse_machine("p3.8xlarge:1")
+    sparing = "megatron:tp=2,sp,fsdp+micro=2+recompute=full"
+    opponents = "fsdp", "fsdp+recompute=full", "megatron:tp=2,sp,fsdp+recompute=full", sparing
+    known = {name: predict(make_plan(graph, machine, name), machine, CostModel()) for name in opponents}
+    limit = known[sparing].memory.peak
+    assert all(one.memory.peak > limit for name, one in known.items() if name != sparing)
+    wish = Wish(search_name, budget=inf, steps=5, memory=limit)
+    found, again = (find_plan(graph, machine, CostModel(), wish) for _ in range(2))
+    assert found.seconds_per_step <= known[sparing].seconds and found.peak_bytes <= limit
+    assert found.plan == again.plan and found.history[0].name.endswith("+micro=2+recompute=full")
 
 
 def test_a_search_without_time_relieves_too() -> None:
