@@ -354,6 +354,11 @@ class Contest:
         return outcome
 
     @property
+    def is_too_small(self) -> bool:
+        """Whether nothing was found for want of memory, and not because of what is asked for besides."""
+        return self.least_seconds == inf and (self.smallest is not None or self.without is None)
+
+    @property
     def memory_decides(self) -> bool:
         """Whether something is faster than the best, by more than plans differ that are alike, but does not fit."""
         return any(heavy.seconds * SIMPLER < self.least_seconds for heavy in self.front)

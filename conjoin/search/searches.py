@@ -270,14 +270,14 @@ def _enter_named(fitting: Fitting, starts: list[Outcome]) -> None:
             starts.append(known[name])
             if len(known) == 1:
                 contest.keep_for_finishing()
-            if len(known) == _FIRST_NAMED and contest.best is None:
+            if len(known) == _FIRST_NAMED and contest.is_too_small:
                 _spare(fitting)
             contest.baseline = contest.best
         if known and contest.time_left < contest.time_spent / len(known) - _GRACE_SECONDS:
             raise Enough(Stopped.OUT_OF_TIME)  # the next may take as long as those so far
         if known and contest.memory_decides and contest.time_left_of_given < _FOR_NAMED:
             break  # for which named strategies know less than the search
-    if known and contest.least_seconds == inf:
+    if known and contest.is_too_small:
         _spare(fitting)
     if contest.memory_decides:
         fitting.enter()
