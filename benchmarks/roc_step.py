@@ -159,6 +159,7 @@ def main() -> None:
     for turn in range(options.rounds + 1):
         for name, (step, model) in list(steps.items()):
             try:
+                seconds_of(step, model, options.device)  # as in training, where a step follows one like it
                 seconds, losses[name], held[name] = seconds_of(step, model, options.device)
             except torch.OutOfMemoryError as error:
                 print(f"{name:<22} out of memory: {str(error).splitlines()[0][:100]}", flush=True)
