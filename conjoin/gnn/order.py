@@ -55,7 +55,10 @@ def metis_order(adjacency: Adjacency, num_parts: int) -> Ints:
 
 
 def metis_parts(adjacency: Adjacency, num_parts: int) -> Ints:
-    """Return the part of each vertex that METIS chooses; edges are the load to balance."""
+    """Return the part of each vertex that METIS chooses; edges are the load to balance.
+
+    By bisection again and again: its other way leaves a load of more than eight parts up to 3 % unequal.
+    """
     try:
         import pymetis
     except ImportError as error:
@@ -68,7 +71,7 @@ def metis_parts(adjacency: Adjacency, num_parts: int) -> Ints:
     indptr, neighbours = np.searchsorted(both, np.arange(size + 1) * size), both % size
     load = np.maximum(np.diff(adjacency.indptr), 1)
     graph = pymetis.CSRAdjacency(indptr, neighbours)
-    _, parts = pymetis.part_graph(num_parts, graph, vweights=load.tolist())
+    _, parts = pymetis.part_graph(num_parts, graph, vweights=load.tolist(), recursive=True)
     return np.asarray(parts, np.int64)
 
 
