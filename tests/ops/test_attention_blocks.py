@@ -42,3 +42,35 @@ def test_what_sees_nothing_or_is_nothing_does_not_end_the_process(sizes: tuple[i
         made = execute(ATTENTION_FROM_ROW, *tensors, keys - rows, None, False)
         assert made.shape == query.shape
         assert [x.shape for x in torch.autograd.grad(made.sum(), tensors)] == [x.shape for x in tensors]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_numbers_may_lie_in_memory_as_they_like(which: int) -> None:
+    """Features apart from each other, among them memory that holds no numbers, and all in one place."""
+    torch.manual_seed(0)
+    shapes = (2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), (2, 2, 5, 8)
+    for lay in (_in_columns, _in_every_other_place, _in_one_place):
+        tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+        tensors[which] = lay(tensors[which])
+        *tensors, given = tensors
+        read = [tensor.detach().requires_grad_() for tensor in tensors]
+        assert all(one.stride() == other.stride() for one, other in zip(read, tensors, strict=True))
+        wanted = functional.scaled_dot_product_attention(*read, torch.ones(5, 7, dtype=torch.bool).tril(2), scale=0.3)
+        found = execute(ATTENTION_FROM_ROW, *read, 2, 0.3, False)
+        told, made = (torch.autograd.grad(out, read, given) for out in (wanted, found))
+        for one, other in zip((wanted, *told), (found, *made), strict=True):
+            assert (one - other).abs().max() < 1e-13
+
+
+def _in_columns(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.mT.contiguous().mT
+
+
+def _in_every_other_place(tensor: torch.Tensor) -> torch.Tensor:
+    wide = torch.full((*tensor.shape, 2), torch.nan, dtype=tensor.dtype)
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+def _in_one_place(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[..., :1].expand(tensor.shape)
