@@ -19,6 +19,7 @@ from conjoin.cost.medians import Fit, HostTime, any_of
 from conjoin.cost.nearest_gpu import Basis
 from conjoin.cost.roofline import DEFAULT_HOST, Roofline
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
+from conjoin.cost.turned import bare, copies, copy_of_turned, is_of_turned, seconds_to_read
 from conjoin.cost.work import (
     ELEMENTWISE,
     FUSED,
@@ -99,6 +100,8 @@ class DeviceCosts:
         measured = None if self._is_rounded(call) else self.measured.get(write_key(call, needs))
         if measured is not None:
             cost = _as_measured(measured, needs, self._host.find(call, needs, measured))
+        elif is_of_turned(call):
+            cost = self._of_turned(call, needs)
         else:
             alone = call.op in FUSED and not self._kin(call)
             in_blocks = call.op == ATTENTION_FROM_ROW
@@ -112,6 +115,19 @@ class DeviceCosts:
                 cost = self._add_up(call, needs) if alone else self._reckon(call, needs)
         self.known[call, needs] = cost
         return cost
+
+    def _of_turned(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
+        """What a call takes on numbers that lie apart."""
+        cost, (copy, read) = self.find(bare(call), needs), copy_of_turned(call)
+        spec, copied = spec_for(call), self.find(copy, ())
+        if spec is not None and spec.view:  # a copy in place of a view, of rows that are in one piece
+            return replace(cost, forward=copied.forward, host_forward=cost.host_forward + copied.host_forward)
+        taken = Seconds(max(seconds_to_read(read, self.device), copied.forward.value), Source.ESTIMATED)
+        ahead, back = copies(call)
+        if not ahead:
+            return replace(cost, forward=max(cost.forward, taken, key=lambda seconds: seconds.value))
+        backward = cost.backward + taken if needs and back else cost.backward
+        return replace(cost, forward=cost.forward + taken, backward=backward)
 
     def _by_flash(self, cost: OperatorCost) -> OperatorCost:
         """What blocks of attention take by the kernel that they run."""

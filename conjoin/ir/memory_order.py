@@ -21,10 +21,21 @@ from conjoin.ir.graph import Graph
 from conjoin.ir.legality import plain_call
 from conjoin.ir.nodes import Node, Value
 from conjoin.ir.reshards import is_parallel
-from conjoin.ops import Call, TensorType, call_cache, drawing, output_types, run_whole, spec_for
+from conjoin.ops import (
+    Call,
+    OpSpec,
+    TensorType,
+    call_cache,
+    drawing,
+    output_types,
+    run_whole,
+    space_of,
+    spec_for,
+)
 
 Strides = tuple[int, ...]
-_IMAGE_RANK = 4
+_IMAGE_RANK, _MATRIX_RANK = 4, 2
+_RESHAPE = "view"
 _FEW = 1 << 16
 """Elements that a call is run on to see how its results lie."""
 _SMALL = (4, 32)
@@ -75,20 +86,73 @@ def add_strides(found: dict[Value, Strides], nodes: Iterable[Node]) -> None:
 
 
 def calls_as_they_lie(graph: Graph) -> dict[Node, Call]:
-    """The calls on whole tensors, without layouts, of all nodes but reshards; where other kernels run because of how
-    images or masks lie, they say so.
+    """The calls on whole tensors, without layouts, of all nodes but reshards. Where other kernels run because of how
+    images or masks lie, or numbers are read that lie apart, they say so.
     """
     calls = {node: plain_call(node) for node in graph.nodes if not is_parallel(node)}
-    by_order = [node for node in calls if node.spec is not None and node.spec.by_order and _ordered(node) is not None]
-    if by_order and (any(map(_turns, calls)) or any(leaf.channels_last for leaf in graph.leaves)):
+    if any(map(_turns, calls)) or any(leaf.channels_last for leaf in graph.leaves):
         strides = strides_in(graph)
-        for node in by_order:
-            value = _ordered(node)
-            assert value is not None
-            turned = _has_rows_apart if _is_attention(node) else _has_channels_last
-            if turned(value.type.shape, strides[value]):
-                calls[node] = replace(calls[node], turned=True)
+        for node, call in calls.items():
+            if node.spec is not None and _reads_turned(node, node.spec, strides):
+                calls[node] = replace(call, turned=True)
     return calls
+
+
+def _reads_turned(node: Node, spec: OpSpec, strides: Mapping[Value, Strides]) -> bool:
+    """Whether a call reads images whose channels lie last, a mask whose rows do not, or, where its kernels do not care,
+    numbers that lie apart one after the other: such a call copies them first, or takes as long as if it did.
+    """
+    if spec.by_order:
+        value = _ordered(node)
+        turned = _has_rows_apart if _is_attention(node) else _has_channels_last
+        return value is not None and turned(value.type.shape, strides[value])
+    if spec.by_rows:
+        rows = node.inputs[0]
+        return _has_rows_apart(rows.type.shape, strides[rows])
+    made = Value(node)
+    if spec.name == _RESHAPE:
+        (given,) = node.inputs
+        return not _is_view(given.type.shape, strides[given], made.type.shape)
+    if spec.view or len(made.type.shape) < _MATRIX_RANK:
+        return False
+    fastest = _fastest(made.type.shape, strides[made])
+    return any(
+        value.type.shape == made.type.shape and _fastest(value.type.shape, strides[value]) not in (fastest, None)
+        for value in _alike(node)
+    )
+
+
+@call_cache()
+def _alike(node: Node) -> tuple[Value, ...]:
+    """What is read along the same indices as the first result has."""
+    call = plain_call(node)
+    spec = spec_for(call)
+    if spec is None or not node.inputs or all(value.type.shape != node.types[0].shape for value in node.inputs):
+        return ()
+    notation = space_of(spec, call).notation
+    same = zip(node.inputs, notation.operands, strict=True)
+    return tuple(value for value, access in same if access.dims == notation.outputs[0].dims)
+
+
+@lru_cache(1 << 14)
+def _fastest(shape: tuple[int, ...], strides: Strides) -> int | None:
+    """The dim along which neighbours in memory lie; None where all is one number.
+
+    >>> _fastest((4, 3), (3, 1)), _fastest((4, 3), (1, 4)), _fastest((4, 1), (1, 1)), _fastest((4, 3), (0, 0))
+    (1, 0, 0, None)
+    """
+    moving = [(stride, -dim) for dim, stride in enumerate(strides) if shape[dim] > 1 and stride]
+    return -min(moving)[1] if moving else None
+
+
+@lru_cache(1 << 14)
+def _is_view(shape: tuple[int, ...], strides: Strides, wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor that lies so can be seen in another shape."""
+    try:
+        torch.empty_strided(shape, strides, device="meta").view(wanted)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _ordered(node: Node) -> Value | None:
@@ -109,9 +173,8 @@ def _has_rows_apart(shape: tuple[int, ...], strides: Strides) -> bool:
 
 
 def _turns(node: Node) -> bool:
-    """Whether a call may bring images into another order in memory: by a view of their dims, or because it is asked to.
-    """
-    views = node.spec is not None and node.spec.view and len(node.types[0].shape) >= _IMAGE_RANK
+    """Whether a call may bring tensors into another order in memory: by a view of their dims, or as it is asked to."""
+    views = node.spec is not None and node.spec.view and len(node.types[0].shape) >= _MATRIX_RANK
     return views or any(isinstance(arg, torch.memory_format) for arg in node.args)
 
 
@@ -132,18 +195,19 @@ def drawn_strides(graph: Graph, arriving: Mapping[str, Strides] = MappingProxyTy
     return {value: _drawn(value.type, strides[value]) for node in random for value in node.inputs}
 
 
-def orders_looked_at(graph: Graph, channels_last: bool) -> list[Strides]:
+@call_cache(8)
+def orders_looked_at(graph: Graph, channels_last: bool) -> tuple[Strides, ...]:
     """The order in memory as all calls see it that look at it, one after the other.
 
     Those are random calls. An opaque call may look at it too: `as_strided` reads what lies there.
     """
     looking = [node for node in graph.nodes if looks_at_order(node)]
     strides = strides_in(graph, channels_last) if looking else {}
-    return [
+    return tuple(
         _drawn(value.type, strides[value]) if is_random(node.op, node.args) else strides[value]
         for node in looking
         for value in node.inputs
-    ]
+    )
 
 
 @lru_cache(1 << 14)

@@ -267,6 +267,8 @@ class OpSpec:
     by_order: bool = False
     """Whether other kernels run where the channels of its first operand lie last in memory; of attention, where the
     rows of its mask do not."""
+    by_rows: bool = False
+    """Whether its kernels read rows of its first operand in one piece; of others a copy is made."""
     family: str = ""
     """The kind of kernels that run it, where notation cannot tell: several products in one, windows that are
     convolutions, or that what is taken whole is a small part of what is read."""

@@ -117,3 +117,47 @@ def test_convolutions_say_that_they_read_images_whose_channels_lie_last() -> Non
     model(x)
     found = [call.turned for call in calls_as_they_lie(capture(Permuted(), x)).values() if "conv" in call.op]
     assert found == seen == [False, True, True, False]
+
+
+class Windows(nn.Module):
+    """Tokens of images, windows of them as Swin has, heads of attention, a softmax across, sums of both orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.score = nn.Conv2d(3, 8, 2, 2), nn.Softmax(-1)
+        self.norm, self.inner = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        tokens = self.norm(patches)
+        windows = tokens.reshape(2, 2, 4, 2, 4, 8).permute(0, 1, 3, 2, 4, 5).reshape(8, 16, 8)
+        heads = self.inner(windows).reshape(8, 16, 2, 4).transpose(1, 2)
+        seen = self.score((heads @ heads.transpose(-2, -1)).transpose(-2, -1))
+        merged = (seen @ heads).transpose(1, 2).reshape(2, 64, 8)
+        made: Tensor = merged + patches
+        return made
+
+
+def test_calls_say_that_they_read_numbers_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes are copies where torch makes them by one; norms and softmaxes say what the plain model's are given."""
+    model, x = Windows(), torch.randn(2, 3, 16, 16)
+    seen: list[bool] = []
+    for module in (model.norm, model.inner, model.score):
+        module.register_forward_pre_hook(lambda _, args: seen.append(args[0].stride(-1) != 1))
+    copied: list[bool] = []
+    reshape = Tensor.reshape
+
+    def watched(x: Tensor, *shape: int) -> Tensor:
+        made = reshape(x, *shape)
+        copied.append(made.data_ptr() != x.data_ptr())
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "reshape", watched)
+        model(x)
+    found = [(node.op, call.turned) for node, call in calls_as_they_lie(capture(Windows(), x)).items()]
+    shapes = [turned for op, turned in found if op == "reshape"][-len(copied) :]
+    assert shapes == copied == [False, True, False, True]
+    assert [turned for op, turned in found if "norm" in op or "softmax" in op] == seen == [True, False, True]
+    assert [turned for op, turned in found if op.startswith("add")] == [True]
+    assert not any(turned for op, turned in found if "matmul" in op or "transpose" in op or "permute" in op)

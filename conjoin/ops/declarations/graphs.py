@@ -118,7 +118,7 @@ _over_edges = partial(
 OPS: tuple[OpSpec, ...] = (
     _over_edges(
         AGGREGATE, _aggregate, _aggregate_sample, owned={"v": ("x",)}, dealt={"v": _OF_EDGES}, local=_local,
-        terms=lambda call: "" if call["reduce"] == "max" else "x weight",
+        by_rows=True, terms=lambda call: "" if call["reduce"] == "max" else "x weight",
     ),
     _over_edges(
         AGGREGATE_ONCE, _aggregate, _aggregate_sample, local=_local, flops=0, reads=lambda call, sizes: 0,
@@ -126,7 +126,7 @@ OPS: tuple[OpSpec, ...] = (
     ),
     _over_edges(
         GRAPH_ATTENTION, _attention, _attention_sample, terms="x", owned={"v": ("x", "by_source")},
-        dealt={"v": _OF_EDGES}, local=_local, expansion=_one_by_one,
+        dealt={"v": _OF_EDGES}, local=_local, expansion=_one_by_one, by_rows=True,
     ),
     OpSpec(EDGE_SOFTMAX, _softmax, _softmax_sample, dtype=Dtype.FIRST, flops=5, kernels="softmax"),
 )  # fmt: skip
