@@ -16,7 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from conjoin.frontends.problems import HIDDEN
-from conjoin.frontends.torch_private import constant_of, decomposition_of, disable_current_modes, is_mutable
+from conjoin.frontends.torch_private import (
+    constant_of,
+    decomposition_of,
+    device_of,
+    disable_current_modes,
+    is_mutable,
+)
 from conjoin.frontends.value_checks import answer_of_check
 
 _LARGEST = 2**20
@@ -46,9 +52,10 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, largest: int = _LARGEST) -> None:
+    def __init__(self, largest: int = _LARGEST, run: Callable[[Any, Any, Any], Any] | None = None) -> None:
+        """A function may run the calls, in place of a second mode beneath this one, which takes as long again."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._largest = largest
+        self._largest, self._run = largest, run or _run
         self._known: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.checks: dict[str, None] = {}
         """Lines of the user's at which values were asked for that would have raised."""
@@ -56,9 +63,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE:  # asked of stand-ins several times a call
-            return func(*args)
+            return device_of(args[0]) or func(*args)
         values = [self.value(tensor) for tensor in _tensors((*args, *kwargs.values()))]
-        known = isinstance(func, OpOverload) and (_name(func) in _BY_SHAPE or all(v is not None for v in values))
+        known = isinstance(func, OpOverload) and (all(v is not None for v in values) or _name(func) in _BY_SHAPE)
         if func in (*_NUMBERS, _EQUAL) and known:
             with disable_current_modes():
                 return func(*values)
@@ -68,7 +75,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tree_map_only(Tensor, self._constant, self._computed(func, args, kwargs))
         if func in _SHAPED:
             (func, args), kwargs = self._at_indices(func, args, kwargs), {}
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         if known and _is_constant(func, result, self._largest):
             self._note(func, args, kwargs, result)
         else:
@@ -103,7 +110,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.ops.aten.index_select.default, (source, dim, self._constant(rows))
 
     def _constant(self, value: Tensor) -> Tensor:
-        made: Tensor = torch.ops.aten.lift_fresh_copy.default(value)
+        made: Tensor = self._run(torch.ops.aten.lift_fresh_copy.default, (value,), {})
         self._known[made] = value
         return made
 
@@ -150,7 +157,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, func: Any, values: list[Tensor | None]) -> None:
         """What something unknown is written into is no longer known, nor are its views."""
-        if not isinstance(func, OpOverload) or is_mutable(func):
+        if any(value is not None for value in values) and (not isinstance(func, OpOverload) or is_mutable(func)):
             lost = {value.untyped_storage().data_ptr() for value in values if value is not None}
             for stand_in, value in list(self._known.items()):
                 if value.untyped_storage().data_ptr() in lost:
@@ -168,6 +175,10 @@ def known_within(graph: fx.Graph) -> dict[OpOverload, Callable[..., Any]]:
     if not any(node.target in _BRANCHING for node in graph.nodes):
         return {}
     return {op: partial(known, made) for op in _BRANCHING if (made := decomposition_of(op)) is not None}
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 def _is_constant(func: OpOverload, result: Any, largest: int) -> bool:

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from conjoin.frontends.dealt_batch import Batch
 from conjoin.frontends.folded_constants import MAX_ELEMENTS, seen_under
@@ -152,19 +151,17 @@ class _Record:
     """Tensors of this run that no operator makes: what the model is called on, and literals."""
 
 
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what is called; tensors are held, so that each is one object.
+class _Calls:
+    """Runs what is called and writes it down; tensors are held, so that each is one object.
 
     What equal calls make is alike, and is worked out once: layers of a model are much alike.
     """
 
     def __init__(self, record: _Record) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._record = record
         self._made: dict[Any, list[tuple[Shape, Shape, torch.dtype]]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
             result = self._result(func, args, kwargs)
         self._record.calls.append((func, args, kwargs, result))
@@ -231,9 +228,10 @@ class _Asked(TorchFunctionMode):
 
 def _record(call: StepCall, model: nn.Module, tensors: tuple[Tensor, ...], autocast: AutocastRegions) -> _Record:
     """Call model and loss on stand-ins without values, and write down what they call."""
-    record, known = _Record(own=list(tensors)), KnownValues(MAX_ELEMENTS)
+    record = _Record(own=list(tensors))
+    known = KnownValues(MAX_ELEMENTS, _Calls(record).run)
     step = call.step(model, autocast, known)
-    with quiet(), neutral(), pretend_exporting(), torch.device("meta"), _Calls(record), _Asked(record, known):
+    with quiet(), neutral(), pretend_exporting(), torch.device("meta"), _Asked(record, known):
         step(*tensors)
     return record
 

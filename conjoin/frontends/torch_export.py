@@ -44,7 +44,12 @@ from conjoin.frontends.torch_private import (
     unread_left_out,
     user_lines,
 )
-from conjoin.frontends.written_views import doubtful_writes, hidden_views, overlapping_writes
+from conjoin.frontends.written_views import (
+    doubtful_writes,
+    hidden_views,
+    overlapping_writes,
+    writes_over_operands,
+)
 from conjoin.ir import (
     Source,
     Structure,
@@ -366,7 +371,12 @@ def _settle(
     program = traced.program
     with _explained(traced.step, traced.tensors):
         problems, idle = make_explicit(program, input_names)
-        problems = (*problems, *overlapping_writes(program), *doubtful_writes(program))
+        problems = (
+            *problems,
+            *overlapping_writes(program),
+            *writes_over_operands(program),
+            *doubtful_writes(program),
+        )
         updates = functionalize(program)
         if updates is None:
             orders = drawn_orders(program.graph)

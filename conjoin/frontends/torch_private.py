@@ -52,6 +52,7 @@ __all__ = [
     "composites_prepared_once",
     "constant_of",
     "decomposition_of",
+    "device_of",
     "disable_current_modes",
     "duals_refused",
     "fake_copy",
@@ -370,6 +371,7 @@ def aliases_input(op: OpOverload) -> bool:
     return bool(op._schema.arguments) and op._schema.arguments[0].alias_info is not None
 
 
+@cache
 def has_alias_info(op: OpOverload) -> bool:
     """Whether the schema names any argument that is written to or shared."""
     return any(argument.alias_info is not None for argument in op._schema.arguments)
@@ -532,6 +534,14 @@ def constant_of(tensor: Tensor, largest: int) -> Tensor | None:
         return None
     with disable_current_modes():
         return constant.clone()
+
+
+def device_of(stand_in: Any) -> torch.device | None:
+    """What a stand-in answers when it is asked for its device, which while a kernel runs on it is another; None of
+    what is no stand-in."""
+    if type(stand_in) is not FakeTensor:
+        return None
+    return torch.device("meta") if stand_in.fake_mode.in_kernel_invocation else stand_in.fake_device
 
 
 def memory_of(tensor: Tensor) -> int:

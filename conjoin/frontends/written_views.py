@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
@@ -67,6 +68,58 @@ def _is_ordered_by_kernel(node: fx.Node) -> bool:
                 return True
         waiting += made.all_input_nodes
     return False
+
+
+def writes_over_operands(program: ExportedProgram) -> tuple[Problem, ...]:
+    """Writes to memory that the same call reads through another view, element for other element.
+
+    Which of them are read before they are written is left to kernels.
+    """
+    what = "a write to what the same call reads elsewhere in it"
+    advice = "what is read there depends on the order in which a kernel writes: call .clone() on what is read"
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    written = ((node, target) for node in calls for target in targets_of(node))
+    wrong = (
+        node
+        for node, target in written
+        if any(_reads_what_is_written(node, read, target) for read in node.all_input_nodes)
+    )
+    return tuple(dict.fromkeys(Problem(what, source_of(node), advice) for node in wrong))
+
+
+_MANY = 1 << 24
+"""Elements of memory whose places are not compared one by one: they are thought to be apart."""
+
+
+def _reads_what_is_written(write: fx.Node, read: fx.Node, target: fx.Node) -> bool:
+    """Whether an element is computed from a place that is written for another one; a copy may write what is there."""
+    theirs, mine = read.meta.get("val"), target.meta.get("val")
+    if read is target or not isinstance(theirs, Tensor) or not isinstance(mine, Tensor) or not mine.numel():
+        return False
+    reach = int(max(_end(theirs), _end(mine)))
+    if not storages_of_node(read) & storages_of_node(target) or reach > _MANY:
+        return False
+    places = torch.arange(reach)
+    into, of = (places.as_strided(x.shape, x.stride(), x.storage_offset()) for x in (mine, theirs))
+    changed, elsewhere = into, of
+    if _is_broadcast(of, into.shape):
+        of = of.expand_as(into)
+        copies = isinstance(write.target, OpOverload) and write.target.overloadpacket is torch.ops.aten.copy_
+        changed, elsewhere = into[(of != into) | (not copies)], of[of != into]
+    written = torch.zeros(reach, dtype=torch.bool)
+    written[changed.flatten()] = True
+    return bool(written[elsewhere.flatten()].any())
+
+
+def _is_broadcast(tensor: Tensor, shape: torch.Size) -> bool:
+    sizes = zip(tensor.shape[::-1], shape[::-1], strict=False)
+    return tensor.dim() <= len(shape) and all(size in (1, wanted) for size, wanted in sizes)
+
+
+def _end(tensor: Tensor) -> int | torch.SymInt:
+    """How far the memory reaches that its elements lie in."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.storage_offset() + 1 + sum((n - 1) * stride for n, stride in steps) if tensor.numel() else 0
 
 
 def _told_of_writes(

@@ -496,3 +496,49 @@ def test_composite_operators_are_prepared_once_and_given_back(monkeypatch: pytes
     assert first == second and "linear" in [node.op for node in second.nodes]
     assert linear in prepared and len(prepared) == num_prepared
     assert linear.py_kernels == before
+
+
+def by_a_column(h: Tensor) -> Tensor:
+    """The first column is doubled, and added to the others before or after that."""
+    own = h.clone()
+    return own.add_(own[:, :1])
+
+
+def by_a_turn(h: Tensor) -> Tensor:
+    own = h[:, :3].clone()
+    return own.mul_(own.t())
+
+
+def by_the_other_half(h: Tensor) -> Tensor:
+    own = h.clone()
+    own[:, :2] += own[:, 2:]
+    own[:, 1::2].mul_(own[:, ::2])
+    return own
+
+
+def by_itself(h: Tensor) -> Tensor:
+    own = h.clone()
+    own[:, 1:].mul_(own[:, 1:])
+    return own.add_(own.view(3, 4))
+
+
+def by_a_row_beside(h: Tensor) -> Tensor:
+    own = h.clone()
+    own[1:] -= own[0]
+    own[:, 1:] -= own[:, :1]
+    return own
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("body", [by_a_column, by_a_turn], ids=lambda body: body.__name__)
+def test_writing_over_what_the_call_reads_is_refused(body: Callable[[Tensor], Tensor], check: bool) -> None:
+    told = r"a write to what the same call reads elsewhere in it at .*call \.clone\(\)"
+    with pytest.raises(CaptureError, match=told):
+        capture(Through(body), torch.randn(3, 4), check=check)
+
+
+@pytest.mark.parametrize("body", [by_the_other_half, by_itself, by_a_row_beside], ids=lambda body: body.__name__)
+def test_writing_beside_what_the_call_reads_is_not(body: Callable[[Tensor], Tensor]) -> None:
+    model, x = Through(body), torch.randn(3, 4)
+    graph = to_module(capture(model, x), model)
+    assert torch.equal(graph(x), model(x))
