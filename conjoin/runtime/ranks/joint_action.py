@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from conjoin.errors import CheckpointError, ConjoinError
+from conjoin.errors import CheckpointError, ConjoinError, RankError
+from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.session import waiting_for_all
 
 T = TypeVar("T")
@@ -27,6 +29,22 @@ def exchange(value: T) -> list[T]:
     with waiting_for_all():
         dist.all_gather_object(found, value)
     return found
+
+
+def meet(communicator: Communicator, what: str) -> None:
+    """Return when all ranks have come to do the same; RankError on every rank where they have not.
+
+    Outside of all collectives: those of one that saves would be mixed up with those of a step that another takes.
+    """
+    if communicator.mesh.size == 1:
+        return
+    told = [json.loads(text)[0] for text in communicator.compare(json.dumps([what, ""]))]
+    other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+    if other is not None:
+        raise RankError(
+            f"Rank 0 came to {told[0]}, and rank {other} to {told[other]}. All ranks have part in either, and would "
+            f"wait for each other for ever. Call the same on every rank, in the same order."
+        )
 
 
 def is_any(mine: bool, device: torch.device) -> bool:

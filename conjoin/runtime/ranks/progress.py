@@ -102,9 +102,9 @@ def ended_early(reports: Mapping[int, Report], passage: Passage) -> Verdict | No
 def gone_on(reports: Mapping[int, Report], entered: Mapping[str, int]) -> Verdict | None:
     """Of ranks that have entered a collective of a group which others of it, who wait for them, never came to."""
     ranks = [rank for rank, report in reports.items() if any(report.entered.get(g, 0) > n for g, n in entered.items())]
-    why = "Every shape and mode has its own program, and ranks in different ones would wait for each other for ever"
-    what = "went on with another shape or mode than those who wait for it"
-    wanted = "Give all ranks batches of the same shape, in the same mode and order"
+    why = "Every shape and mode has its own program, and all ranks save together: they would wait for ever"
+    what = "went on without those who wait for it"
+    wanted = "Give all ranks batches of the same shape, in the same mode and order, and save on all of them"
     return Verdict(ranks, what, f". {why}. {wanted}.") if ranks else None
 
 
@@ -153,7 +153,8 @@ def at_odds(there: Mapping[int, Report], still: Mapping[int, float], patience: f
     places = {report.where: rank for rank, report in sorted(there.items(), reverse=True) if report.where}
     where = " and ".join(f"rank {rank} at {place}" for place, rank in [*places.items()][:-4:-1]) or "places unknown"
     what = f"has come to a collective which all of them wait in and which has not ended for {longest:g} s"
-    why = f". They have asked for different things: {where}. Ask for norms, sums and outputs in pieces on every rank."
+    asked = "Take the same steps, and ask for norms, sums, outputs in pieces and whole tensors, on every rank"
+    why = f". They have asked for different things: {where}. {asked}."
     return Verdict(sorted(there), what, why)
 
 

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from conjoin.errors import CheckpointError
 from conjoin.ir import Pipeline, fingerprint_of, read_json
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.ranks.joint_action import exchange, place, together
+from conjoin.runtime.ranks.joint_action import exchange, meet, place, together
 from conjoin.runtime.state.checkpoint_index import (
     Index,
     SavedFile,
@@ -60,6 +60,8 @@ def save_checkpoint(
     A checkpoint that is already there is replaced when the new one is complete.
     """
     target, step = target_of(path, step)
+    _check_ranks(step)
+    meet(step.communicator, "save_checkpoint")
     _check_alike(exchange(str(target)))
     draft, state = together(lambda: _draft(target, step, optimizer, extra))
     partial = target.with_name(exchange(f".{target.name}.partial-{uuid.uuid4().hex}")[0])
@@ -83,7 +85,6 @@ def _draft(
     target: Path, step: ParallelModule, optimizer: Optimizer | None, extra: Mapping[str, Any] | None
 ) -> tuple[Index, dict[str, Any]]:
     """The index as far as it is known before the tensors are written, and the tensors."""
-    _check_ranks(step)
     check_target(target)
     state: dict[str, Any] = {"model": step.state_dict()}
     saved = None

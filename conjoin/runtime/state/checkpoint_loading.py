@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from conjoin.errors import CheckpointError
 from conjoin.ir import read_json
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.ranks.joint_action import exchange, place, together
+from conjoin.runtime.ranks.joint_action import exchange, meet, place, together
 from conjoin.runtime.state.checkpoint import INDEX, digest_of, previous_of
 from conjoin.runtime.state.checkpoint_index import (
     Index,
@@ -53,6 +53,7 @@ def load_checkpoint(path: str | Path, step: ParallelModule, optimizer: Optimizer
     Files, names, shapes and dtypes are checked first: when a checkpoint is refused nothing has changed.
     """
     target, step = target_of(path, step)
+    meet(step.communicator, "load_checkpoint")
     checked = together(lambda: _check(target, step, optimizer))
     _check_alike(target, exchange(hashlib.sha256(index_to_text(checked.index).encode()).hexdigest()))
     together(lambda: _read(checked, step, optimizer))

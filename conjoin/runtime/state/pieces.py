@@ -17,6 +17,7 @@ from conjoin.errors import CheckpointError, UsageError
 from conjoin.ir import Region
 from conjoin.runtime.movement.carriers import carry_reshard
 from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.joint_action import meet
 from conjoin.runtime.state.blocks import Blocks, cut_out, dim_of, views_of
 from conjoin.runtime.state.storage import Content, Store, is_persistent
 from conjoin.runtime.torch_private import no_torch_function, wrapper_of
@@ -261,6 +262,7 @@ def full_state_dict(step: Gathering, everywhere: bool = False) -> dict[str, Tens
     Tensors are gathered one at a time.
     """
     check_loaded(step)
+    meet(step.communicator, "full_state_dict")
     keep = everywhere or step.communicator.rank == 0
     state: dict[str, Tensor] = {}
     gathered: dict[str, Tensor] = {}

@@ -22,7 +22,7 @@ from torch import Tensor
 from conjoin.errors import CheckpointError, UsageError
 from conjoin.ir import read_json
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.ranks.joint_action import together
+from conjoin.runtime.ranks.joint_action import meet, together
 from conjoin.runtime.state.pieces import full_state_dict, gathered_whole
 from conjoin.runtime.state.safetensors_file import DTYPES, data_of, header_bytes, read_header
 from conjoin.runtime.state.storage import Content
@@ -73,6 +73,7 @@ def save_weights(
             f"Weights were to be saved as {target} in files of at most {max_shard_bytes:,} bytes, in {dtype}. A file "
             f"needs some bytes, and only floats are converted. Give more than 0 bytes, and a dtype as torch.bfloat16."
         )
+    meet(step.communicator, "save_weights")
     shards = together(lambda: _draft(target, step, max_shard_bytes, dtype))
     if target.suffix in PICKLED:
         state = full_state_dict(step)
