@@ -5,12 +5,12 @@ Blocks are the members of a list of modules of which at least two have parameter
 to the model counts. What a block calls outside of itself, such as a rotary embedding, is part of its run.
 
 What is run again is said as people train: of every block all (`full`), of every n-th block all (`every-n`: the n-th,
-2n-th, ..., as in torchtitan), or of every block what is cheap for its bytes (`selective`). The last follows
-torchtitan's policy by operator (`torchtitan/distributed/activation_checkpoint.py`): what attention in one kernel makes
-is kept, and so is every other product with weights, beginning with the first; all else is run again, from what the
-block is given. Scores and softmax of an attention that is spelled out are run again, which alone is Megatron-LM's
-selective recomputation (Korthikanti et al., 2022, section 5). Collectives are run again, too; there their results are
-kept. Attention around a ring and experts that rows are sent to are left alone.
+2n-th, ... of the whole model, as in torchtitan), or of every block what is cheap for its bytes (`selective`). The last
+follows torchtitan's policy by operator (`torchtitan/distributed/activation_checkpoint.py`): what attention in one
+kernel makes is kept, and so is every other product with weights, beginning with the first; all else is run again, from
+what the block is given. Scores and softmax of an attention that is spelled out are run again, which alone is
+Megatron-LM's selective recomputation (Korthikanti et al., 2022, section 5). Collectives are run again, too; there their
+results are kept. Attention around a ring and experts that rows are sent to are left alone.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def segments_for(recompute: str, graph: Graph, whole: Graph | None = None) -> tu
         return ()  # none of them is in this stage
     if not blocks:
         raise StrategyError(
-            f"Blocks of {graph.name} were to be run again in the backward pass (recompute={recompute}). It has none: "
-            f"no list of modules has two members, made of modules, with parameters alike. Leave recompute out, or call "
-            f"torch.utils.checkpoint in the model."
+            f"Blocks of {(whole or graph).name} were to be run again in the backward pass (recompute={recompute}). It "
+            f"has none: no list of modules has two members, made of modules, with parameters alike. Leave recompute "
+            f"out, or call torch.utils.checkpoint in the model."
         )
     match recompute:
         case "full":
@@ -51,12 +51,16 @@ def segments_for(recompute: str, graph: Graph, whole: Graph | None = None) -> tu
         case "selective":
             return tuple(part for parts in cheap_parts(graph, blocks) for part in parts)
     every = int(recompute.removeprefix("every-"))
-    if every > len(blocks):
+    among = _named_blocks(graph if whole is None else whole, whole)
+    if every > len(among):
         raise StrategyError(
-            f"Every {every}-th block of {graph.name} was to be run again in the backward pass (recompute={recompute}). "
-            f"It has {len(blocks)} blocks. Write every-{len(blocks)} or a lower number, or full."
+            f"Every {every}-th block of {(whole or graph).name} was to be run again in the backward pass "
+            f"(recompute={recompute}). It has {len(among)} blocks. Write every-{len(among)} or a lower number, or full."
         )
-    return blocks[every - 1 :: every]
+    if whole is None:
+        return blocks[every - 1 :: every]
+    chosen = {name for name, _ in among[every - 1 :: every]}
+    return tuple(segment for name, segment in _named_blocks(graph, whole) if name in chosen)
 
 
 def cheap_parts(graph: Graph, blocks: Sequence[Segment]) -> list[tuple[Segment, ...]]:
@@ -68,6 +72,11 @@ def cheap_parts(graph: Graph, blocks: Sequence[Segment]) -> list[tuple[Segment, 
 
 def block_segments(graph: Graph, whole: Graph | None = None) -> tuple[Segment, ...]:
     """The blocks of a model, or of a stage of it, in the order they run, each from its first operator to its last."""
+    return tuple(segment for _, segment in _named_blocks(graph, whole))
+
+
+def _named_blocks(graph: Graph, whole: Graph | None) -> list[tuple[str, Segment]]:
+    """The same with the path of each."""
     lists = _repeated(graph if whole is None else whole)
     found: list[tuple[str, int, int]] = []
     for place, node in enumerate(operators_of(graph)):
@@ -76,7 +85,7 @@ def block_segments(graph: Graph, whole: Graph | None = None) -> tuple[Segment, .
             found[-1] = (block, found[-1][1], place)
         elif block:
             found.append((block, place, place))
-    return tuple(Segment(first, last) for _, first, last in found if last > first)
+    return [(block, Segment(first, last)) for block, first, last in found if last > first]
 
 
 def _module_of(graph: Graph, node: Node) -> str:

@@ -14,6 +14,7 @@ from difflib import SequenceMatcher
 from itertools import pairwise
 
 from conjoin.ir import Graph, LeafKind, Node, Value, operators_of, origin
+from conjoin.ops import call_cache
 
 IndexPairs = list[tuple[int, int]]
 
@@ -34,8 +35,7 @@ def find_counterparts(graph: Graph, other: Graph) -> dict[Node, Node]:
     >>> [(mine.op, yours.types[0].shape) for mine, yours in find_counterparts(small, large).items()]
     [('linear', (8, 4)), ('relu', (8, 4))]
     """
-    mine, yours = operators_of(graph), operators_of(other)
-    my_keys, your_keys = _keys(graph, mine), _keys(other, yours)
+    (mine, my_keys), (yours, your_keys) = _keyed(graph), _keyed(other)
     found = _by_weights(my_keys, your_keys)
     pairs = dict(found)
     taken = set(pairs.values())
@@ -52,8 +52,10 @@ def _kind(node: Node) -> Hashable:
     return node.op, len(node.inputs), len(node.types)
 
 
-def _keys(graph: Graph, operators: Sequence[Node]) -> list[tuple[Hashable, ...]]:
-    """What operators are: their kind, and what they read of weights, if anything."""
+@call_cache(8)
+def _keyed(graph: Graph) -> tuple[tuple[Node, ...], list[tuple[Hashable, ...]]]:
+    """The operators of a graph, and what each is: its kind, and what it reads of weights, if anything."""
+    operators = operators_of(graph)
     made: dict[Value, Hashable] = {}
     for leaf in graph.leaves:
         if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER):
@@ -64,7 +66,7 @@ def _keys(graph: Graph, operators: Sequence[Node]) -> list[tuple[Hashable, ...]]
         keys.append((_kind(node), read) if any(x is not None for x in read) else (_kind(node),))
         if read and all(x is not None for x in read):
             made.update((value, (node.op, value.index, read)) for value in node.outputs())
-    return keys
+    return operators, keys
 
 
 def _by_weights(mine: Sequence[tuple[Hashable, ...]], yours: Sequence[tuple[Hashable, ...]]) -> IndexPairs:

@@ -64,7 +64,7 @@ def nothing_found(contest: Contest, num_plans: int, stages: int | None) -> Strat
         asked, hint = [*map(str, constraints.fixed), *(f"{a} unused" for a in constraints.forbidden)], _lifted(contest)
         return StrategyError(
             f"No plan of {name} for {machine.name} was found that keeps to {', '.join(asked)[:300]}: {num_plans} were "
-            f"tried. {hint} Ask for less of it."
+            f"tried. {hint} Ask for less of it{_without_stages(contest)}."
         )
     return StrategyError(
         f"No plan of {name} for {machine.name} was found; {num_plans} named strategies can be made. Most need "
@@ -82,8 +82,14 @@ def _nothing_fits(contest: Contest, smallest: Outcome, need: int) -> StrategyErr
     return StrategyError(
         f"No plan of {contest.captured.name} was found that fits {contest.machine.name}: the smallest "
         f"({smallest.entry.name}) needs {_size(need)} of a device for its tensors, and {_size(contest.capacity)} may "
-        f"be used. {hint} {change} {_longer(contest)}or allow {_size(need)}."
+        f"be used. {hint} {change} {_longer(contest)}or allow {_size(need)}{_without_stages(contest)}."
     )
+
+
+def _without_stages(contest: Contest) -> str:
+    """That pipelines were left out because of what was asked for."""
+    bound = contest.constraints and contest.machine.num_devices > 1
+    return "; pipelines are looked for only where no layout is fixed and no axis forbidden" if bound else ""
 
 
 def _longer(contest: Contest) -> str:

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import groupby
 
-from conjoin.ir import Graph, Node, Plan, Substitution
+from conjoin.ir import Graph, Node, Plan, Substitution, plain_call
 from conjoin.ops import Kind, signature
 from conjoin.rules import Index, Library, apply_all, find_matches, rehearse, replacement_of
 from conjoin.search.counterparts import find_counterparts
 from conjoin.search.drafts import open_up, substitution_of
-from conjoin.search.facts import study
+from conjoin.search.facts import expands
 from conjoin.search.fused_layers import find_fused
 from conjoin.search.heads_apart import find_parted
 from conjoin.search.packed_weights import find_packed
@@ -79,8 +79,8 @@ def _attributes(node: Node) -> list[str]:
 
 
 def _can_open(graph: Graph, node: Node) -> bool:
-    facts = study(graph).by_node[node]
-    whole = facts.expandable or facts.has_parts or bool(find_parted(graph, node))
+    call = plain_call(node)
+    whole = expands(call, parts=False) or expands(call, parts=True) or bool(find_parted(graph, node))
     found = find_flattened(graph, node), find_fused(graph, node), find_packed(graph, node)
     return whole or any(each is not None for each in found)
 

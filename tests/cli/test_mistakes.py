@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from conjoin.cli.trainer import stop_request
 from conjoin.cli.trainer.folder_hold import FolderHold
@@ -572,6 +573,27 @@ def test_a_loss_that_is_no_number_ends_a_training_at_once(single: str, run: Run,
 )
 def test_data_that_are_none(single: str, run: Run, data: str, why: str) -> None:
     assert why in run("run", single, GOOD, "--json", "--data", f"mine.py:{data}").refused()
+
+
+@pytest.mark.parametrize(("name", "why"), [("odd.bin", "not a multiple of the data-type size. D"), ("no.txt", "empty")])
+def test_tokens_that_are_cut_short_or_none(plan: Path, run: Run, folder: Path, name: str, why: str) -> None:
+    run("plan", "mine.py:rows", "--machine", "local:1", "--strategy", "single", "-o", "rows.json")
+    (folder / name).write_bytes(b"abc" if name == "odd.bin" else b"")
+    assert why in run("run", "rows.json", "mine.py:rows", "--json", "--data", name).refused()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "elsewhere", "no header"])
+def test_pretrained_weights_that_cannot_be_read(single: str, run: Run, folder: Path, damage: str) -> None:
+    (weights := folder / "given").mkdir()
+    data = save({"weight": torch.ones(3, 4), "bias": torch.ones(3)})
+    shard = "../model.safetensors" if damage == "elsewhere" else "model.safetensors"
+    if damage != "gone":
+        content = {"cut": data[:-8], "no header": b"\xff" * 8 + data[8:]}.get(damage, data)
+        (weights / shard).write_bytes(content)
+    told = {"weight_map": {"weight": shard, "bias": shard}}
+    (weights / "model.safetensors.index.json").write_text(json.dumps(told))
+    asked = run("run", single, GOOD, "--steps", "1", "--weights", "given", "-o", "trained.pt")
+    assert "cannot be read" in asked.refused() and not (folder / "trained.pt").exists()
 
 
 def test_an_evaluation_that_cannot_be_costs_no_training(single: str, run: Run, folder: Path) -> None:

@@ -408,7 +408,10 @@ def test_a_search_says_why_it_looked_for_no_stages(run: Run, tmp_path: Path) -> 
     assert "\nstages       none were looked for: the model gives 1 tensor beside its loss" in told.out
     assert "\nstages " not in ask("alone").out
     assert "\nstages " not in ask("both", "--stages", "1").out
-    assert "\nstages " not in ask("both", "--forbid-axis", "d0").out
+    assert "\nstages " not in ask("both", "--search", "named", "--forbid-axis", "d0").out
+    bound = "\nstages       none were looked for: a stage has devices and axes of its own, and --f"
+    assert bound + "orbid-axis asks" in ask("both", "--machine", "dgx-h100:1x4", "--forbid-axis", "d0").out
+    assert bound + "ix asks" in ask("alone", "--fix", "layer.weight={}").out
 
 
 def test_stages_are_explained_one_by_one_without_a_fingerprint(run: Run) -> None:

@@ -41,6 +41,7 @@ class Seen:
 
     losses: list[float]
     norms: list[float]
+    """Of the gradients of every step, then of those in evaluation mode."""
     names: list[str]
     refused: str
     evaluated: float
@@ -49,7 +50,7 @@ class Seen:
 
 def train_by_pipeline(rank: int, plan: str, checkpoint: str) -> Seen:
     model = model_of()
-    step = conjoin.load(plan, model)
+    step = conjoin.load(plan, model, loss=over_words)
     optimizer = optimizer_of(step)
     losses, norms, refused = [], [], ""
     for number in range(2):
@@ -65,6 +66,12 @@ def train_by_pipeline(rank: int, plan: str, checkpoint: str) -> Seen:
         losses.append(loss.item())
     with torch.no_grad():
         evaluated = step(*batch_of(7)).item()
+    step.eval()
+    step.zero_grad()
+    step(*batch_of(7)).backward()
+    norms.append(step.clip_grad_norm_(CLIP).item())
+    step.zero_grad()
+    step.train()
     conjoin.save_checkpoint(checkpoint, step, optimizer, {"steps": 2})
     state = conjoin.full_state_dict(step, everywhere=True)
     return Seen(losses, norms, [name for name, _ in step.named_parameters()], refused, evaluated, state)
@@ -109,13 +116,17 @@ def test_a_loop_on_a_pipeline_goes_on_by_another_plan(tmp_path: Path) -> None:
     make_pipeline(graph, Machine("here", 1, 4, "cpu"), "pipeline:pp=2,tp=2,micro=4,schedule=eager-1f1b").save(pipeline)
     seen = launch(4, train_by_pipeline, str(pipeline), str(tmp_path / "saved"))
     losses, norms, model = train_plainly(2)
+    x, y = batch_of(7)
+    value = over_words(model(x), y)
+    model.zero_grad()
+    value.backward()  # type: ignore[no-untyped-call]
+    norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
     for rank in seen:
         assert rank.losses == pytest.approx(losses, rel=1e-11) and rank.norms == pytest.approx(norms, rel=1e-11)
         assert "Call clip_grad_norm_ of" in rank.refused, "torch's own call would clip by the norm of a stage"
         assert_same(rank.state, model)
     assert set(seen[0].names).isdisjoint(seen[2].names) and seen[0].names == seen[1].names
-    x, y = batch_of(7)
-    assert seen[0].evaluated == pytest.approx(over_words(model(x), y).item(), rel=1e-11)
+    assert seen[0].evaluated == pytest.approx(value.item(), rel=1e-11)
 
     others = {
         "fsdp.json": make_plan(graph, Machine("pair", 1, 2, "cpu"), "fsdp"),

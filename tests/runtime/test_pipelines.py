@@ -271,6 +271,8 @@ PIPELINES = [
     ("tied", "pipeline:pp=4,micro=8,schedule=eager-1f1b", 4),
     ("tied", "pipeline:pp=2,micro=4,schedule=interleaved", 2),
     ("tied", "pipeline:pp=2,micro=4+recompute=full", 2),
+    ("tied", "pipeline:pp=4,micro=4+recompute=every-2", 4),
+    ("tied", "pipeline:pp=3,micro=2,schedule=zero-bubble+recompute=every-2", 6),
     ("batch norm", "pipeline:pp=3,micro=2", 6),
     ("frozen stem", "pipeline:pp=2,micro=4", 4),
     ("frozen stem", "pipeline:pp=3,micro=2,schedule=zero-bubble", 3),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from conjoin.errors import StrategyError
 from conjoin.frontends import capture
-from conjoin.ir import Graph, operators_of
+from conjoin.ir import Graph, cut_in_stages, operators_of
 from conjoin.search.blocks import block_segments, segments_for
 from tests.search.models import captured
 
@@ -94,3 +96,30 @@ class Asking(nn.Module):
 def test_what_the_model_asks_for_is_run_again_unless_a_mode_is_given() -> None:
     graph = capture(Asking(), (torch.zeros(2, 4), torch.zeros(2, 4)), functional.mse_loss)
     assert [len(segments_for(mode, graph)) for mode in ("", "none", "full", "every-2")] == [1, 0, 3, 1]
+
+
+@pytest.mark.parametrize(("recompute", "stages", "wanted"), [
+    ("every-2", 4, [[], ["1"], [], ["3"]]), ("every-3", 2, [[], ["2"]]),
+    ("full", 4, [["0"], ["1"], ["2"], ["3"]]),
+])  # fmt: skip
+def test_every_so_many_blocks_are_those_of_the_whole_model_in_stages_too(
+    recompute: str, stages: int, wanted: list[list[str]]
+) -> None:
+    model = nn.Sequential(*(Unit(4, 4) for _ in range(4)))
+    graph = capture(model, (torch.zeros(2, 4), torch.zeros(2, 4)), functional.mse_loss)
+    at = [int(source.module[0]) if (source := graph.source_of(node)) and source.module else 3 for node in graph.nodes]
+    parts = [stage.graph for stage in cut_in_stages(graph, [block * stages // 4 for block in at])]
+    found = []
+    for part in parts:
+        nodes = operators_of(part)
+        segments = segments_for(recompute, part, graph)
+        sources = [part.source_of(nodes[first]) for first, _ in segments]
+        found.append([source.module[0] for source in sources if source])
+    assert found == wanted
+
+
+def test_more_blocks_than_the_whole_model_has_are_refused() -> None:
+    model = nn.Sequential(*(Unit(4, 4) for _ in range(4)))
+    graph = capture(model, (torch.zeros(2, 4), torch.zeros(2, 4)), functional.mse_loss)
+    with pytest.raises(StrategyError, match="It has 4 blocks"):
+        segments_for("every-5", graph, graph)

@@ -209,6 +209,7 @@ def test_the_tightest_constraint_is_named_with_what_lifts_it() -> None:
     with pytest.raises(StrategyError) as caught:
         search(memory=limit, steps=30, fixed={"0.weight": "{}", "2.weight": "{}", "%0": "{}"}, forbidden_axes=("d0",))
     assert "may be used. Without " in str(caught.value) and "Lift that constraint, or allow" in str(caught.value)
+    assert "pipelines are looked for only where no layout is fixed" in str(caught.value)
     assert_three_sentences(caught.value)
 
 

@@ -158,10 +158,19 @@ _NARROW = "bf16-mixed"
 
 
 def _stages_left_out(graph: Graph, machine: Machine, wish: rooms.search.Wish) -> tuple[str, ...]:
-    """Why a search that would look for pipelines did not, where the model's function can change that."""
+    """Why a search that would look for pipelines did not, where the model's function or the user can change that."""
     others = rooms.search.num_beside_loss(graph)
-    bound = wish.search != "joint" or wish.stages is not None or wish.fixed or wish.forbidden_axes
-    if machine.num_devices == 1 or bound or not others:
+    if machine.num_devices == 1 or wish.search != "joint" or wish.stages is not None or not graph.training:
+        return ()
+    if wish.fixed or wish.forbidden_axes:
+        named = " and ".join(
+            name for name, given in (("--fix", wish.fixed), ("--forbid-axis", wish.forbidden_axes)) if given
+        )
+        return (
+            f"{'stages':<12} none were looked for: a stage has devices and axes of its own, and {named} "
+            f"{'ask' if ' and ' in named else 'asks'} for layouts on those of the machine",
+        )
+    if not others:
         return ()
     told = "1 tensor" if others == 1 else f"{others} tensors"
     return (

@@ -60,8 +60,9 @@ def read_tokens(name: str) -> np.ndarray[Any, Any]:
         if found.ndim != 1 or found.dtype.kind not in "iu":
             raise ValueError(f"it holds {found.dtype} of shape {found.shape}, not one row of whole numbers")
     except (OSError, ValueError, EOFError) as error:
+        why = str(error)[:200].rstrip(".")
         raise UsageError(
-            f"The data {name} were to be trained on, and cannot be read: {str(error)[:200]}. Data are {_FORMS}. Check "
+            f"The data {name} were to be trained on, and cannot be read: {why}. Data are {_FORMS}. Check "
             f"the path, or write the tokens with numpy.save."
         ) from None
     return found

@@ -165,13 +165,13 @@ class PipelineProgram:
 
     def _loss(self, run: StepRun, parameters: Sequence[Tensor]) -> Tensor:
         graph = self.plan.graph
-        if not torch.is_grad_enabled() or not graph.training or not any(leaf.trainable for leaf in graph.leaves):
+        if not torch.is_grad_enabled() or not any(leaf.trainable for leaf in graph.leaves):
             return run.forward_only()
         # a rank that has nothing to learn takes part in the backward pass all the same
         ends = parameters or [torch.zeros((), device=self.store.device, requires_grad=True)]
         scaling = self._scalings[self._is_narrow or run.casts in NARROW]
         with nullcontext() if self._tensor_cores is None else self._tensor_cores.forward():
-            return Accumulated.apply(run, scaling, *ends)  # type: ignore[no-any-return, no-untyped-call]
+            return Accumulated.apply(run, scaling, graph.training, *ends)  # type: ignore[no-any-return, no-untyped-call]
 
     def _cut(self, stage: int, program: LocalProgram, given: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """A stage's pieces of what it takes of the batch, for every micro-batch."""

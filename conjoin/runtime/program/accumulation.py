@@ -191,10 +191,14 @@ def sum_put_off(bundles: Sequence[Bundle], parameters: Mapping[Leaf, Tensor]) ->
 
 class Accumulated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, scaling: Scaling, *parameters: Tensor) -> Tensor:
-        ctx.run, ctx.scaling, ctx.scale = run, scaling, scaling.expected
-        with torch.enable_grad():
-            total, ctx.gradients = run.forward_and_backward(ctx.scale)
+    def forward(ctx: Any, run: Run, scaling: Scaling, at_once: bool, *parameters: Tensor) -> Tensor:
+        """The loss; gradients are made with it, or where they are hardly ever wanted only when somebody does."""
+        ctx.run, ctx.scaling, ctx.scale, ctx.gradients = run, scaling, scaling.expected, None
+        if at_once:
+            with torch.enable_grad():
+                total, ctx.gradients = run.forward_and_backward(ctx.scale)
+        else:
+            total = run.forward_only()
         ctx.save_for_backward(total)
         return total
 
@@ -209,12 +213,12 @@ class Accumulated(torch.autograd.Function):
             with torch.enable_grad():
                 _, gradients = ctx.run.again(partial(ctx.run.forward_and_backward, scale))
         if ctx.scaling.is_exact or (incoming[0].device.type == "cpu" and incoming[0] == 1):
-            return None, None, *gradients
+            return None, None, None, *gradients
         made: Gradients = []
         while gradients:  # one after the other, so that not all are there twice
             gradient = gradients.pop(0)
             made.append(None if gradient is None else gradient * incoming[0])
-        return None, None, *made
+        return None, None, None, *made
 
 
 class Scaling:
@@ -276,7 +280,7 @@ class Accumulator:
             return run.forward_only()
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in NARROW
         scaling = self._scalings[self._is_narrow or casts]
-        return Accumulated.apply(run, scaling, *parameters.values())  # type: ignore[no-any-return, no-untyped-call]
+        return Accumulated.apply(run, scaling, True, *parameters.values())  # type: ignore[no-any-return, no-untyped-call]
 
     def _as_now(self, parameters: Sequence[Tensor], kind: str) -> Callable[[Callable[[], Any]], Any]:
         """Calls something later as if it were called now."""
