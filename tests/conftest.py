@@ -12,12 +12,16 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from pytest import Collector, Item
 
+HERE = Path(__file__).parent
 collect_ignore = ["libraries.py"]
 """What takes seconds to import, and holds no test."""
 
@@ -40,6 +44,35 @@ settings.load_profile("same")
 def pytest_runtest_setup() -> None:
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)
+
+
+class _FromElsewhere(pytest.Dir):
+    """A folder of which each process of a run collects another part first: what one has compiled, the others read."""
+
+    def collect(self) -> list[Item | Collector]:
+        found = list(super().collect())
+        number, count = _place(self.config)
+        start = len(found) * number // count
+        return found[start:] + found[:start]
+
+
+def pytest_collect_directory(path: Path, parent: Collector) -> Collector | None:
+    return _FromElsewhere.from_parent(parent, path=path) if _place(parent.config)[0] else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Item]) -> None:
+    """The order is that of one process again, by folders and files."""
+    if _place(config)[0]:
+        mine = [item for item in items if item.path.is_relative_to(HERE)]
+        others = [item for item in items if not item.path.is_relative_to(HERE)]
+        items[:] = [*sorted(mine, key=lambda item: item.path.parts), *others]
+
+
+def _place(config: pytest.Config) -> tuple[int, int]:
+    """Which process of how many this is."""
+    told: dict[str, Any] = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    return int(told["workerid"].removeprefix("gw")), told["workercount"]
 
 
 def pytest_collection_finish() -> None:

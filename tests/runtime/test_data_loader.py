@@ -26,7 +26,7 @@ from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.state.storage import Store
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
-from tests.runtime.test_checkpoint import in_processes
+from tests.runtime.checkpoint_cases import in_processes
 
 BATCH, WORDS, LENGTH = 6, 11, 4
 SIZE = 32

@@ -34,7 +34,7 @@ from conjoin.runtime.state.weight_files import find_weights
 from conjoin.runtime.state.weights import Weights, check_weights, read_weights
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
-from tests.runtime.test_checkpoint import in_processes
+from tests.runtime.checkpoint_cases import in_processes
 
 CPU = torch.device("cpu")
 PLANS = [("data-parallel", 1), ("fsdp", 3), ("fsdp", 4), ("megatron", 2)]
