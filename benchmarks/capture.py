@@ -3,24 +3,22 @@
 Capture contains an export of its own, which notes the user's lines in a cheaper way than torch's default: that is why
 the whole can take less than a plain `torch.export`.
 
-    python benchmarks/capture.py            # prints the table and writes benchmarks/results/capture.json
+    python -m benchmarks.capture            # prints the table and writes benchmarks/results/capture.json
 """
 
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
 import torch
 
 import conjoin
 import zoo
+from benchmarks.circumstances import circumstances
 from zoo.llama import Llama, LlamaConfig
 
 RESULTS = Path(__file__).parent / "results" / "capture.json"
@@ -81,19 +79,6 @@ def growth(rows: list[Row]) -> float:
     return round(rows[-1].capture_seconds / rows[-4].capture_seconds / 8, 2)
 
 
-def circumstances() -> dict[str, str]:
-    """Where and with what the figures were taken."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, encoding="utf-8", check=False)
-    return {
-        "command": "python benchmarks/capture.py",
-        "date": date.today().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, one thread",
-    }
-
-
 def main() -> int:
     torch.set_num_threads(1)
     measure("warm-up", torch.nn.Linear(2, 2), (torch.zeros(1, 2),), repeats=1)
@@ -105,7 +90,8 @@ def main() -> int:
     linearity = growth(depth_rows)
     print(f"time per layer at {DEPTHS[-1]} layers over that at {DEPTHS[-4]}: {linearity} (1 is linear)")
     tables = {"depth": [asdict(row) for row in depth_rows], "models": [asdict(row) for row in named_rows]}
-    result = {**circumstances(), **tables, "time_per_layer_ratio": linearity}
+    taken = circumstances("python -m benchmarks.capture", "one thread")
+    result = {**taken, **tables, "time_per_layer_ratio": linearity}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     quick = all(row.capture_over_export <= 2 for row in (*depth_rows[2:], *named_rows))
     print("linear, and at most two exports" if linearity <= LINEAR and quick else "TOO SLOW")

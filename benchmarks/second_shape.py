@@ -4,20 +4,17 @@ The plan for it is made after the one that is there, checked, and its program is
 are narrow, so that little else is done; they have as many operators as wide ones. Seconds are those of the CPU, of the
 slowest rank and the slowest of the shapes.
 
-    python benchmarks/second_shape.py       # prints the table and writes benchmarks/results/second_shape.json
+    python -m benchmarks.second_shape       # prints the table and writes benchmarks/results/second_shape.json
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -25,6 +22,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import conjoin
+from benchmarks.circumstances import circumstances
 from conjoin.runtime import launch
 from zoo.gpt import Gpt, GptConfig
 
@@ -32,6 +30,7 @@ RESULTS = Path(__file__).parent / "results" / "second_shape.json"
 LAYERS, LIMIT = 24, 2.0
 WIDTH, HEADS, VOCABULARY = 32, 4, 512
 RANKS = 2
+WHERE = f"{os.cpu_count()} cores, {RANKS} ranks of one thread"
 PLANNED = (8, 48)
 OTHERS = ((6, 48), (8, 32), (4, 24))
 STRATEGIES = ("fsdp", "megatron")
@@ -106,19 +105,6 @@ def measure(name: str, strategy: str) -> Row:
     return Row(name, strategy, len(plan.graph.nodes), round(first - again, 2), round(again, 2))
 
 
-def circumstances() -> dict[str, str]:
-    """Where and with what the figures were taken."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, encoding="utf-8", check=False)
-    return {
-        "command": "python benchmarks/second_shape.py",
-        "date": date.today().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} ranks of one thread",
-    }
-
-
 def main() -> int:
     torch.set_num_threads(1)
     rows = []
@@ -130,7 +116,8 @@ def main() -> int:
             seconds = f"{row.second_shape_seconds:>15.2f} {row.step_seconds:>7.2f}"
             print(f"{name:<8} {strategy:<9} {row.operators:>9} {seconds}")
     kept = all(row.second_shape_seconds <= LIMIT for row in rows)
-    result = {**circumstances(), "layers": LAYERS, "rows": [asdict(row) for row in rows], "kept": kept}
+    taken = circumstances("python -m benchmarks.second_shape", WHERE)
+    result = {**taken, "layers": LAYERS, "rows": [asdict(row) for row in rows], "kept": kept}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"each within {LIMIT} s" if kept else "TOO SLOW")
     return 0 if kept else 1

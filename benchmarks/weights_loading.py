@@ -1,7 +1,7 @@
 """Loading pretrained weights of 1.3 billion parameters on four ranks: no rank holds more than its pieces and 1 GiB
 besides, and it takes no more than 1.5 times as long as reading the files does; saving them again, and reading that.
 
-    python benchmarks/weights_loading.py FOLDER       # needs 6 GB there; prints the table and writes
+    python -m benchmarks.weights_loading FOLDER       # needs 6 GB there; prints the table and writes
                                                       # benchmarks/results/weights_loading.json
 
 Files are read from the disk: what the system keeps of them in memory is dropped before each run. One process that reads
@@ -13,14 +13,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -30,6 +27,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import conjoin
+from benchmarks.circumstances import circumstances
 from conjoin.runtime import launch
 
 RESULTS = Path(__file__).parent / "results" / "weights_loading.json"
@@ -38,6 +36,7 @@ CONFIG = LlamaConfig(
     max_position_embeddings=256, use_cache=False,
 )  # fmt: skip
 RANKS = 4
+WHERE = f"{os.cpu_count()} cores, {RANKS} ranks of one thread"
 SHARD_BYTES = 500_000_000
 SPARE_BYTES = 2**30
 TIMES_READING = 1.5
@@ -189,19 +188,6 @@ def measure(strategy: str, folder: Path, target: Path) -> Row:
     return Row(strategy, *seconds, fullest.piece_bytes, fullest.peak_bytes, round(saving[0], 2), saving[1])
 
 
-def circumstances() -> dict[str, str]:
-    """Where and with what the figures were taken."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, encoding="utf-8", check=False)
-    return {
-        "command": "python benchmarks/weights_loading.py FOLDER",
-        "date": date.today().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} ranks of one thread",
-    }
-
-
 def main() -> int:
     rows, place = [], sys.argv[1] if len(sys.argv) > 1 else None
     with tempfile.TemporaryDirectory(dir=place) as made:
@@ -219,7 +205,8 @@ def main() -> int:
             saving = f"{row.save_seconds:>7.2f} {row.save_peak_bytes / 2**20:>14.0f}"
             print(f"{strategy:<9} {seconds} {row.load_seconds:>7.2f} {memory} {saving}")
     kept = all(row.peak_bytes <= row.piece_bytes + SPARE_BYTES and row.over_reading <= TIMES_READING for row in rows)
-    result = {**circumstances(), "file_bytes": num_bytes, "rows": [asdict(row) for row in rows], "kept": kept}
+    taken = circumstances("python -m benchmarks.weights_loading FOLDER", WHERE)
+    result = {**taken, "file_bytes": num_bytes, "rows": [asdict(row) for row in rows], "kept": kept}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print("within its pieces and 1 GiB, and 1.5 times reading" if kept else "TOO MUCH")
     return 0 if kept else 1
