@@ -1,159 +1,36 @@
-"""Pretrained weights: what other libraries wrote arrives in the pieces of every plan, and what is saved, with them."""
+"""Pretrained weights: what other libraries wrote arrives in the pieces of every plan, by its names."""
 
 from __future__ import annotations
 
-import json
 import logging
-import pickle
-import resource
-import struct
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from conjoin.errors import CheckpointError, ConjoinError
+from conjoin.errors import CheckpointError
 from conjoin.frontends import capture
-from conjoin.ir import Graph, Plan
 from conjoin.machine import parse_machine
-from conjoin.runtime import full_state_dict, load, run_ranks, save_weights
-from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.ranks.communicator import Communicator
-from conjoin.runtime.state import safetensors_file
-from conjoin.runtime.state.initialization import initialise
-from conjoin.runtime.state.safetensors_file import Reader, read_header
-from conjoin.runtime.state.storage import Store
-from conjoin.runtime.state.weight_files import find_weights
-from conjoin.runtime.state.weights import Weights, check_weights, read_weights
+from conjoin.runtime import load, run_ranks, save_weights
+from conjoin.runtime.state.weights import Weights, check_weights
 from conjoin.search import make_plan
-from tests.ir.wording import assert_three_sentences
 from tests.runtime.checkpoint_cases import in_processes
-
-CPU = torch.device("cpu")
-PLANS = [("data-parallel", 1), ("fsdp", 3), ("fsdp", 4), ("megatron", 2)]
-
-
-class Net(nn.Module):
-    """Tied weights, statistics, buffers saved and not saved, sizes that do not divide evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.up = nn.Linear(6, 10)
-        self.norm = nn.BatchNorm1d(10)
-        self.down = nn.Linear(10, 6)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("kept", torch.rand(6))
-        self.register_buffer("derived", torch.empty(6), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        self.derived.fill_(2.0)
-        self.kept.fill_(3.0)
-
-    def forward(self, i: Tensor) -> Tensor:
-        x = self.norm(self.up(self.embed(i) * self.kept)).relu()
-        y: Tensor = self.head(self.down(x) * self.derived)
-        return y
-
-
-BATCH = (torch.arange(8) % 11, torch.arange(8) * 3 % 11)
-
-
-def on_meta(build: Callable[[], nn.Module] = Net) -> nn.Module:
-    with torch.device("meta"):
-        return build().train()
-
-
-@cache
-def graph() -> Graph:
-    return capture(on_meta(), BATCH, cross_entropy)
-
-
-@cache
-def plan_for(strategy: str, num_ranks: int) -> Plan:
-    return make_plan(graph(), parse_machine(f"local:{num_ranks}"), strategy)
-
-
-@cache
-def source() -> dict[str, Tensor]:
-    """Values to be loaded, under all names."""
-    torch.manual_seed(7)
-    return {name: torch.rand_like(x) if x.is_floating_point() else x + 5 for name, x in _one_of_each(Net()).items()}
-
-
-def _one_of_each(model: nn.Module) -> dict[str, Tensor]:
-    state = model.state_dict()
-    del state["head.weight"]
-    return state
-
-
-def part_of(plan: Plan, communicator: Communicator, weights: Weights, model: nn.Module) -> ParallelModule:
-    """A rank's module of a model on the meta device, with weights."""
-    checked = check_weights(weights, model)
-    store = Store(plan, communicator.rank, CPU)
-    initialise(store, model, given=checked.names)
-    read_weights(checked, store)
-    return ParallelModule(plan, store, communicator)
-
-
-def loaded(plan: Plan, path: Path, **arguments: Any) -> dict[str, Tensor]:
-    """The whole state after every rank has read its pieces."""
-    found = run_ranks(
-        plan.mesh,
-        lambda ranks: full_state_dict(part_of(plan, ranks, Weights(path, **arguments), on_meta()), everywhere=True),
-    )
-    for other in found[1:]:
-        assert all(torch.equal(other[name], found[0][name]) for name in found[0])
-    return found[0]
-
-
-def assert_is_source(state: dict[str, Tensor]) -> None:
-    assert state.keys() == Net().state_dict().keys()
-    for name, tensor in source().items():
-        assert torch.equal(state[name], tensor), name
-    assert torch.equal(state["head.weight"], source()["embed.weight"])
-
-
-def sharded(folder: Path, ending: str, save: Callable[[dict[str, Tensor], Path], None]) -> Path:
-    """Two shards and their index, as Hugging Face's folders have them."""
-    stem = "model" if ending == "safetensors" else "pytorch_model"
-    shards: list[dict[str, Tensor]] = [{}, {}]
-    for i, (name, tensor) in enumerate(source().items()):
-        shards[i % 2][name] = tensor
-    files = [f"{stem}-0000{i + 1}-of-00002.{ending}" for i in range(2)]
-    for file, shard in zip(files, shards, strict=True):
-        save(shard, folder / file)
-    named = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-    (folder / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": named}))
-    return folder
-
-
-def written(folder: Path, form: str) -> Path:
-    """The values to be loaded in a form, by the libraries that define it."""
-    match form:
-        case "model.safetensors":
-            safetensors.torch.save_file(source(), folder / form)
-            return folder
-        case "safetensors" | "bin":
-            return sharded(folder, form, safetensors.torch.save_file if form == "safetensors" else torch.save)
-        case "nested.pt":
-            torch.save({"epoch": 3, "model": source(), "optimizer": {"lr": 0.1}}, folder / form)
-        case "transposed.pt":
-            torch.save(
-                {name: x.mT.contiguous().mT if x.dim() == 2 else x for name, x in source().items()}, folder / form
-            )
-        case _:
-            torch.save(source(), folder / form)
-    return folder / form
+from tests.runtime.weight_cases import (
+    PLANS,
+    Net,
+    assert_is_source,
+    given,
+    loaded,
+    on_meta,
+    part_of,
+    plan_for,
+    source,
+    told,
+    written,
+)
 
 
 @pytest.mark.parametrize(
@@ -177,60 +54,6 @@ def test_buffers_that_files_do_not_hold_are_initialised(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- by regions
-
-
-@pytest.mark.parametrize("block_bytes", [8, 100, 2**20])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_any_region_is_what_slicing_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(safetensors_file, "BLOCK_BYTES", block_bytes)
-    generator = torch.Generator().manual_seed(block_bytes)
-    shapes = [(), (7,), (5, 6), (1, 9, 4), (3, 1, 2, 5), (0, 3)]
-    tensors = {str(i): torch.rand(shape, generator=generator).to(dtype) for i, shape in enumerate(shapes)}
-    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
-    entries = read_header(tmp_path / "x.safetensors")
-    with (tmp_path / "x.safetensors").open("rb") as file:
-        reader = Reader(file)
-        for name, whole in tensors.items():
-            for _ in range(6):
-                cuts = [sorted(torch.randint(0, n + 1, (2,), generator=generator).tolist()) for n in whole.shape]
-                region = tuple((first, last) for first, last in cuts)
-                wanted = whole[tuple(slice(*span) for span in region)].float()
-                found = torch.full_like(wanted, -1.0)
-                reader.read(entries[name], region, found)
-                assert torch.equal(found, wanted)
-
-
-def test_a_rank_reads_no_more_than_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    original = Reader._fill
-    monkeypatch.setattr(
-        Reader, "_fill", lambda self, part, start: read.append(len(part)) or original(self, part, start)
-    )
-    plan = plan_for("fsdp", 4)
-    path = written(tmp_path, "model.safetensors")
-    steps = run_ranks(plan.mesh, lambda ranks: part_of(plan, ranks, Weights(path), on_meta()))
-    held = sum(x.nbytes for step in steps for x in (*step.parameters(), *step.buffers()))
-    assert sum(read) == held - 4 * dict(steps[0].named_buffers())["derived"].nbytes
-
-
-# ----------------------------------------------------------------------------------------------------------- what fits
-
-
-def given(tmp_path: Path, **changes: Tensor | None) -> Path:
-    """The values to be loaded with some changed, left out (None) or added."""
-    state = {**source(), **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
-    path = tmp_path / "x.safetensors"
-    safetensors.torch.save_file({name: tensor for name, tensor in state.items() if tensor is not None}, path)
-    return path
-
-
-def told(action: Callable[[], object]) -> str:
-    with pytest.raises(ConjoinError) as caught:
-        action()
-    assert_three_sentences(caught.value)
-    return str(caught.value)
 
 
 def test_floats_are_converted_and_that_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -315,250 +138,6 @@ def test_two_prefixes_that_fit_are_not_guessed(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- bad files
-
-
-def _file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-def _entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
-class _Runs:
-    def __reduce__(self) -> Any:
-        return print, ("it ran",)
-
-
-BAD = {
-    "empty.safetensors": b"",
-    "short.safetensors": b"\x08\x00",
-    "huge header.safetensors": _file({}, length=2**62),
-    "header beyond.safetensors": _file({}, length=100),
-    "no json.safetensors": _file(b"{]      "),
-    "deep.safetensors": _file(b"[" * 100_000),
-    "a list.safetensors": _file([]),
-    "twice.safetensors": _file(b'{"a":1,"a":2}'),
-    "no table.safetensors": _file({"a": 3}),
-    "dtype.safetensors": _file({"a": _entry(dtype="F31")}, bytes(8)),
-    "negative.safetensors": _file({"a": _entry(shape=[-2, -1])}, bytes(8)),
-    "a large shape.safetensors": _file({"a": _entry(shape=[2**61, 2**61])}, bytes(8)),
-    "a boolean.safetensors": _file({"a": _entry(shape=[True, 2])}, bytes(8)),
-    "sizes.safetensors": _file({"a": _entry(shape=[3])}, bytes(8)),
-    "backwards.safetensors": _file({"a": _entry(offsets=[8, 0])}, bytes(8)),
-    "cut short.safetensors": _file({"a": _entry()}, bytes(7)),
-    "too long.safetensors": _file({"a": _entry()}, bytes(9)),
-    "overlap.safetensors": _file({"a": _entry(), "b": _entry(offsets=[4, 12])}, bytes(12)),
-    "a gap.safetensors": _file({"a": _entry(), "b": _entry(offsets=[12, 20])}, bytes(20)),
-    "pointer.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
-    "code.pt": pickle.dumps(_Runs()),
-    "text.bin": b"<html>not found</html>",
-    "empty.pt": b"",
-    "other.gguf": b"GGUF",
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    (tmp_path / name).write_bytes(BAD[name])
-    assert name in told(lambda: find_weights(tmp_path / name))
-    assert not capsys.readouterr().out
-
-
-def test_a_torch_file_of_more_than_weights_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"up.weight": torch.ones(2), "more": _Runs()}, tmp_path / "x.pt")
-    assert "more than weights" in told(lambda: find_weights(tmp_path / "x.pt"))
-    torch.save({"a": {"x": torch.ones(2)}, "b": {"x": torch.ones(2)}}, tmp_path / "x.pt")
-    assert "2 tables of tensors: 'a', 'b'" in told(lambda: find_weights(tmp_path / "x.pt"))
-    torch.save([torch.ones(2)], tmp_path / "x.pt")
-    assert "no table of tensors" in told(lambda: find_weights(tmp_path / "x.pt"))
-    torch.save(source(), tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    assert "before 1.6" in told(lambda: find_weights(tmp_path / "x.pt"))
-    torch.save(source(), tmp_path / "x.pt")
-    content = (tmp_path / "x.pt").read_bytes()
-    (tmp_path / "x.pt").write_bytes(content[: len(content) // 2])
-    told(lambda: find_weights(tmp_path / "x.pt"))
-    assert not capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("index", "words"),
-    [
-        ({}, "no table weight_map"),
-        ({"weight_map": {"a": "../x.safetensors"}}, "no file beside it"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "no file beside it"),
-        ({"weight_map": {"a": 3}}, "no file beside it"),
-        ({"weight_map": {"a": "gone.safetensors"}}, "not there"),
-        ({"weight_map": {"a": "x.safetensors"}}, "does not have it"),
-        ({"weight_map": {"up.weight": "x.safetensors"}}, "not in the index"),
-    ],
-)
-def test_a_bad_index_is_refused(tmp_path: Path, index: Any, words: str) -> None:
-    (tmp_path / "in").mkdir()
-    for folder in (tmp_path, tmp_path / "in"):
-        safetensors.torch.save_file(source(), folder / "x.safetensors")
-    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert words in told(lambda: find_weights(tmp_path / "in"))
-
-
-def test_a_folder_without_weights_or_with_too_many(tmp_path: Path) -> None:
-    assert "it has none" in told(lambda: find_weights(tmp_path))
-    for name in ("a.pt", "b.pt"):
-        torch.save(source(), tmp_path / name)
-    assert "it has 2, as a.pt, b.pt" in told(lambda: find_weights(tmp_path))
-    assert "nothing is downloaded" in told(lambda: find_weights(tmp_path / "gpt2"))
-    assert "A int was given" in told(lambda: load(plan_for("data-parallel", 1), on_meta(), weights=3))
-
-
-# --------------------------------------------------------------------------------------------------------------- saving
-
-
-def save_by(plan: Plan, source_path: Path, target: Path, **arguments: Any) -> None:
-    """Load on the ranks of a plan, and save."""
-    run_ranks(
-        plan.mesh,
-        lambda ranks: save_weights(target, part_of(plan, ranks, Weights(source_path), on_meta()), **arguments),
-    )
-
-
-def read_by_library(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found.update(safetensors.torch.load_file(file))
-    return found
-
-
-def equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize(("strategy", "num_ranks"), PLANS)
-def test_what_is_saved_the_library_reads(tmp_path: Path, strategy: str, num_ranks: int) -> None:
-    path = written(tmp_path, "weights.pth")
-    save_by(plan_for(strategy, num_ranks), path, tmp_path / "one")
-    assert [entry.name for entry in (tmp_path / "one").iterdir()] == ["model.safetensors"]
-    assert equal(read_by_library(tmp_path / "one"), source())
-    save_by(plan_for(strategy, num_ranks), path, tmp_path / "many", max_shard_bytes=300)
-    assert equal(read_by_library(tmp_path / "many"), source())
-    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == source().keys() and len(set(index["weight_map"].values())) > 2
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in source().values())
-    assert_is_source(loaded(plan_for("fsdp", 2), tmp_path / "many"))
-    model = Net()
-    safetensors.torch.load_model(model, tmp_path / "one" / "model.safetensors")  # strict, and knows of tied weights
-    assert equal(_one_of_each(model), source())
-
-
-def test_files_by_their_endings_and_another_dtype(tmp_path: Path) -> None:
-    path, plan = written(tmp_path, "weights.pth"), plan_for("fsdp", 2)
-    save_by(plan, path, tmp_path / "x.safetensors", max_shard_bytes=1, dtype=torch.bfloat16)
-    narrow = {name: x.bfloat16() if x.is_floating_point() else x for name, x in source().items()}
-    assert equal(safetensors.torch.load_file(tmp_path / "x.safetensors"), narrow)
-    save_by(plan, path, tmp_path / "x.pt")
-    model = Net()
-    model.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True))
-    assert equal(_one_of_each(model), source())
-    assert {entry.name for entry in tmp_path.iterdir()} == {"weights.pth", "x.pt", "x.safetensors"}
-
-
-def other_source() -> dict[str, Tensor]:
-    return {name: x + 1 for name, x in source().items()}
-
-
-class _Killed(BaseException):
-    pass
-
-
-def _alone(path: Path) -> ParallelModule:
-    return load(plan_for("data-parallel", 1), on_meta(), weights=path)
-
-
-@pytest.mark.parametrize("before", [10**6, 300])
-@pytest.mark.parametrize("after", [10**6, 300])
-def test_a_kill_at_any_moment_leaves_one_of_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
-) -> None:
-    """Every call that changes the folder is the last one once; readers find the old weights or the new ones."""
-    old, new = tmp_path / "old.pt", tmp_path / "new.pt"
-    torch.save(source(), old)
-    torch.save(other_source(), new)
-    first, second = _alone(old), _alone(new)
-    originals = {name: getattr(Path, name) for name in ("replace", "rename", "unlink", "open")}
-    left, seen = 0, set()
-
-    def counted(name: str) -> Callable[..., Any]:
-        def call(self: Path, *args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            if name != "open" or "b" in str(args) + str(kwargs):
-                left -= 1
-                if left < 0:
-                    raise _Killed
-            return originals[name](self, *args, **kwargs)
-
-        return call
-
-    for allowed in range(60):
-        folder = tmp_path / str(allowed)
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        save_weights(folder, first, max_shard_bytes=before)
-        left = allowed
-        with monkeypatch.context() as patch:
-            for name in originals:
-                patch.setattr(Path, name, counted(name))
-            try:
-                save_weights(folder, second, max_shard_bytes=after)
-                is_over = True
-            except _Killed:
-                is_over = False
-        state = full_state_dict(_alone(folder))
-        state.pop("head.weight")
-        assert equal(state, source()) or equal(state, other_source())
-        seen.add("new" if equal(state, other_source()) else "old")
-        if is_over:
-            break
-    assert is_over and seen == {"old", "new"}
-    assert (folder / "config.json").exists() and equal(read_by_library(folder), other_source())
-
-
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = _alone(written(tmp_path, "weights.pth"))
-    save_weights(tmp_path / "x", step, max_shard_bytes=300)
-    before = sorted(entry.name for entry in (tmp_path / "x").iterdir())
-
-    def full(tensor: Tensor) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("conjoin.runtime.state.weight_export.data_of", full)
-    assert "No space left" in told(lambda: save_weights(tmp_path / "x", step))
-    assert sorted(entry.name for entry in (tmp_path / "x").iterdir()) == before
-    assert equal(read_by_library(tmp_path / "x"), source())
-
-
-def test_a_file_of_torch_on_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
-    step = _alone(written(tmp_path, "weights.pth"))
-    save_weights(tmp_path / "x.pt", step)
-    before, there = (tmp_path / "x.pt").read_bytes(), sorted(tmp_path.iterdir())
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
-    try:
-        assert "File too large" in told(lambda: save_weights(tmp_path / "x.pt", step))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (tmp_path / "x.pt").read_bytes() == before and sorted(tmp_path.iterdir()) == there
-
-
-def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
-    step = _alone(written(tmp_path, "weights.pth"))
-    assert "no folder" in told(lambda: save_weights(tmp_path / "no" / "x", step))
-    (tmp_path / "x.safetensors").mkdir()
-    assert "something else" in told(lambda: save_weights(tmp_path / "x.safetensors", step))
-    assert "0 bytes" in told(lambda: save_weights(tmp_path / "y", step, max_shard_bytes=0))
-    assert "only floats" in told(lambda: save_weights(tmp_path / "y", step, dtype=torch.int8))
-
-
-# ----------------------------------------------------------------------------------------- Hugging Face, real processes
 
 
 def llama(tied: bool = True) -> Any:
