@@ -6,10 +6,12 @@ others, with poison between them, and so are the gradients that come back to it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,10 @@ from conjoin.comm import Routing
 from conjoin.ir import Plan
 from conjoin.machine import Axis, Mesh
 from conjoin.ops import aggregation, routed_experts, torch_private
+from conjoin.runtime.movement.bundles import Dropping
 from conjoin.runtime.movement.routing import carry_routing
 from conjoin.runtime.program import emitter
+from conjoin.runtime.program.tensors_on_host import GivenAgain, Offloading
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from tests.memory_orders import Lay, apart, laid, turned, within
@@ -133,3 +137,28 @@ def test_rows_find_their_experts(lay: Lay) -> None:
 
     found = run_ranks(Mesh((Axis("x", 2),)), program)
     torch.testing.assert_close([torch.cat(parts) for parts in zip(*found, strict=True)], wanted, rtol=1e-9, atol=1e-12)
+
+
+VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (torch.conj, torch.real, torch.imag, torch.view_as_real, torch.t)
+
+
+def test_what_is_gathered_again_is_seen_as_before() -> None:
+    """Also as a conjugate, or as pairs of real numbers, of which sizes and strides say nothing."""
+    whole = torch.randn(3, 2, dtype=torch.complex128)
+    ticket = SimpleNamespace(made=(weakref.ref(whole),), num_asked=0)
+    bundle: Any = SimpleNamespace(ticket=ticket, bring_again=lambda _: (whole.clone(),))
+    dropping = Dropping()
+    dropping.note(bundle)
+    for view in (*VIEWS, lambda x: x.conj().imag):
+        assert torch.equal(dropping.unpack(dropping.pack(view(whole))), view(whole))
+    assert ticket.num_asked == 1, "the transposed one is dropped"
+
+
+def test_what_lies_on_the_host_is_given_again_as_before() -> None:
+    offloading, x = Offloading(torch.device("cpu")), torch.randn(3, 2, dtype=torch.complex128)
+    with offloading.running(()):
+        offloading.note(x)
+        for view in (*VIEWS, lambda x: x.conj().imag):
+            kept = offloading.keep(view(x))
+            again = kept.tensor() if isinstance(kept, GivenAgain) else kept
+            assert torch.equal(again, view(x)) and torch.equal(offloading.unpack(offloading.pack(view(x))), view(x))
