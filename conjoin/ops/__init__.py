@@ -40,6 +40,7 @@ from conjoin.ops.check import (
     check_pair,
     check_rule,
     execute,
+    random_gradients,
     run_whole,
     types_on_meta,
 )
@@ -264,6 +265,7 @@ __all__ = [
     "placement_on",
     "random_call",
     "random_cuts",
+    "random_gradients",
     "random_tensors",
     "register_operator",
     "registered_signature",

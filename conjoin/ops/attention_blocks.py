@@ -180,9 +180,12 @@ def _finite(lse: Tensor) -> Tensor:
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch has a kernel that gives logarithms of sums too: on GPUs for halves, for heads that it knows.
 
-    Of nothing the kernel for CPUs divides by zero, and ends the process.
+    Of nothing the kernel for CPUs divides by zero, and ends the process; of keys for fewer samples than there are
+    queries for, it reads on behind them.
     """
     if query.shape[-1] != value.shape[-1] or not query.numel() or not key.numel():
+        return False
+    if query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3] or query.shape[1] % key.shape[1]:
         return False
     if not query.is_cuda:
         return query.device.type == "cpu"

@@ -149,7 +149,7 @@ class _MeanAndVariance(torch.autograd.Function):
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, known: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        wide, (mean, var) = _wide(x), known.unbind()
+        wide, (mean, var) = _wide(x), known.contiguous().unbind()  # torch's kernel reads them as if they lay so
         mean, inverse = mean.to(wide), (var + eps).rsqrt_().to(wide)
         scale = inverse if weight is None else inverse * weight.to(wide)
         ctx.save_for_backward(x, mean, inverse, scale)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conjoin.ops.aten import find_operator
-from conjoin.ops.local import LocalForm, Pieces, Span, operand_spans, run_local
+from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, run_local
 from conjoin.ops.placement import At, Copies, Greatest, Invariant, Partial, Placement, Split
 from conjoin.ops.sharding import ShardingRule
 from conjoin.ops.spec import Call, OpSpec, map_tensors, space_of, spread_args
@@ -87,7 +87,12 @@ def _recombine(parts: Sequence[Tensor], placement: Placement) -> Tensor:
 
 
 def split_run_recombine(
-    spec: OpSpec, call: Call, rule: ShardingRule, tensors: Sequence[Tensor], cuts: Sequence[int]
+    spec: OpSpec,
+    call: Call,
+    rule: ShardingRule,
+    tensors: Sequence[Tensor],
+    cuts: Sequence[int],
+    emit: Emit = execute,
 ) -> tuple[Tensor, ...]:
     """Run every part of a call split at `cuts` (piece boundaries of the rule's index) and put the outputs together."""
     results = []
@@ -95,7 +100,7 @@ def split_run_recombine(
         pieces: Pieces = {} if rule.index is None else {rule.index: piece}
         spans = operand_spans(spec, call, pieces)
         local = [_part_of(t, p, s, part) for t, p, s in zip(tensors, rule.operands, spans, strict=True)]
-        results.append(run_local(spec, call, pieces, local, execute))
+        results.append(run_local(spec, call, pieces, local, emit))
     if isinstance(rule.operands[0] if rule.operands else None, Invariant):
         results = results[:1]
     return tuple(
@@ -103,9 +108,19 @@ def split_run_recombine(
     )
 
 
-def _gradients(outputs: Sequence[Tensor], tensors: Sequence[Tensor], seed: int) -> list[Tensor | None]:
-    generator = torch.Generator().manual_seed(seed)
-    pairs = [(o, torch.randn(o.shape, generator=generator, dtype=o.dtype)) for o in outputs if o.requires_grad]
+def random_gradients(outputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """A gradient for every output that may have one, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(o.shape, generator=generator, dtype=o.dtype) if o.is_floating_point() or o.is_complex() else None
+        for o in outputs
+    )
+
+
+def _gradients(
+    outputs: Sequence[Tensor], tensors: Sequence[Tensor], given: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    pairs = [(o, g) for o, g in zip(outputs, given, strict=True) if o.requires_grad and g is not None]
     wanted = [t for t in tensors if t.requires_grad]
     if not pairs or not wanted:
         return [None] * len(wanted)
@@ -130,18 +145,24 @@ def _compare(what: str, got: Tensor, want: Tensor) -> None:
         raise CheckFailed(f"{what}: off by {(got - want).abs().max().item():.3g}")
 
 
+GiveGradients = Callable[[Sequence[Tensor]], tuple[Tensor | None, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class WholeRun:
     """What an operator gives for whole operands, and the gradients of those that have one."""
 
     outputs: tuple[Tensor, ...]
+    given: tuple[Tensor | None, ...]
+    """The gradients of outputs that these are made of."""
     gradients: tuple[Tensor | None, ...]
 
     @staticmethod
-    def of(call: Call, tensors: Sequence[Tensor]) -> WholeRun:
+    def of(call: Call, tensors: Sequence[Tensor], give: GiveGradients = random_gradients) -> WholeRun:
         """Run it once, for all that is compared with it."""
         outputs = run_whole(call, tensors)
-        return WholeRun(outputs, tuple(_gradients(outputs, tensors, 0)))
+        given = give(outputs)
+        return WholeRun(outputs, given, tuple(_gradients(outputs, tensors, given)))
 
 
 def _compare_all(what: str, got: Sequence[Tensor], want: WholeRun, tensors: Sequence[Tensor]) -> None:
@@ -151,24 +172,25 @@ def _compare_all(what: str, got: Sequence[Tensor], want: WholeRun, tensors: Sequ
     for i, (ours, theirs) in enumerate(zip(got, want.outputs, strict=True)):
         _compare(f"{what}: output {i}", ours, theirs)
     wanted = [t for t in tensors if t.requires_grad]
-    for i, (tensor, *pair) in enumerate(zip(wanted, _gradients(got, tensors, 0), want.gradients, strict=True)):
+    for i, (tensor, *pair) in enumerate(zip(wanted, _gradients(got, tensors, want.given), want.gradients, strict=True)):
         ours, theirs = (torch.zeros_like(tensor) if gradient is None else gradient for gradient in pair)
         _compare(f"{what}: gradient {i}", ours, theirs)
 
 
-def check_rule(
+def check_rule(  # noqa: PLR0913 - a rule of a call on numbers in pieces, what it is compared with, what runs it
     spec: OpSpec,
     call: Call,
     rule: ShardingRule,
     tensors: Sequence[Tensor],
     cuts: Sequence[int],
     whole: WholeRun | None = None,
+    emit: Emit = execute,
 ) -> None:
     """Raise CheckFailed unless the parts, recombined, are the whole: outputs and the gradients of every operand.
 
-    The whole may be given: it is the same for all rules of a call.
+    The whole may be given: it is the same for all rules of a call; and how parts are run.
     """
-    parts = split_run_recombine(spec, call, rule, tensors, cuts)
+    parts = split_run_recombine(spec, call, rule, tensors, cuts, emit)
     what = f"{call.op} [{rule}] split {rule.index} at {list(cuts)}"
     _compare_all(what, parts, whole or WholeRun.of(call, tensors), tensors)
 
@@ -210,15 +232,17 @@ def _share(tensor: Tensor, placements: tuple[Placement, Placement], place: tuple
     return tensor
 
 
-def check_expansion(spec: OpSpec, call: Call, tensors: Sequence[Tensor]) -> None:
+def check_expansion(
+    spec: OpSpec, call: Call, tensors: Sequence[Tensor], whole: WholeRun | None = None, emit: Emit = execute
+) -> None:
     """Raise CheckFailed unless what the operator expands to computes what it does, outputs and gradients."""
     compositions = [each for each in (spec.expansion, spec.by_parts) if each is not None]
     assert compositions, f"{spec.name} has no expansion"
     for composition in compositions:
         args = map_tensors(call.op, call.args, _feeding(tensors))
-        result = composition(LocalForm(spec, call, space_of(spec, call), {}, args, execute))
+        result = composition(LocalForm(spec, call, space_of(spec, call), {}, args, emit))
         expanded = tuple(result) if isinstance(result, tuple) else (result,)
-        _compare_all(f"{call.op} expanded", expanded, WholeRun.of(call, tensors), tensors)
+        _compare_all(f"{call.op} expanded", expanded, whole or WholeRun.of(call, tensors), tensors)
 
 
 def types_on_meta(call: Call) -> tuple[TensorType, ...] | None:

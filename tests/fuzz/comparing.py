@@ -31,7 +31,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from conjoin.cost import CostModel
+from conjoin.cost import ATTENTION, CostModel
 from conjoin.errors import CaptureError, StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
@@ -59,6 +59,8 @@ Trained = list[dict[str, Any]]
 """What every rank has, with what cuts it out of the whole."""
 STEPS = 16
 """Of a search."""
+SEQUENCES = ("context", "context:ring")
+"""Strategies that split the sequences of attention: one of them, drawn by the seed, beside what is asked for."""
 
 
 class Inside(Rounded):
@@ -297,6 +299,8 @@ def _plans(graph: Graph, num_devices: int, wish: Wish, strategies: Sequence[str]
     if not strategies:
         with _few_steps(wish.seed):
             yield find_plan(graph, machine_of(num_devices), CostModel([]), wish).plan
+    if num_devices > 1 and any(node.op == ATTENTION for node in graph.nodes):  # no search splits sequences so
+        strategies = (*strategies, Random(f"{wish.seed} {num_devices}").choice(SEQUENCES))
     for strategy in strategies:
         with suppress(StrategyError):
             yield make_plan(graph, machine_of(num_devices), strategy)

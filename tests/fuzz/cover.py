@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from tests.fuzz.programs import Program
-from tests.fuzz.random_models import CASTS, CHECKS, PATTERNS, WRITES
+from tests.fuzz.random_models import CASTS, CHECKS, HEADS, PATTERNS, WRITES
 
 LEAST = 8
 """A line that nobody wrote down as a pattern is asked for where so many programs have one of its form."""
@@ -37,7 +37,8 @@ def forms(program: Program) -> frozenset[str]:
 def patterns() -> dict[str, str]:
     """The form of every pattern, by the pattern."""
     filled = {"x": "x1", "y": "x1", "h": "h1", "b": "h1", "i": "h1", "c": "1", "d": "1", "e": "1", "n": "1"}
-    listed = (*(pattern for _, family in PATTERNS for pattern in family), *CASTS, *CHECKS, *WRITES)
+    filled |= {"l": "self.l1", "o": "self.l1", "w": "self.w1"}
+    listed = (*(pattern for _, family in PATTERNS for pattern in family), *CASTS, *CHECKS, *WRITES, *HEADS)
     return {pattern: form(pattern.format(**filled)) for pattern in listed}
 
 

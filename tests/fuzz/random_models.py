@@ -379,6 +379,65 @@ def attention(d: Drawing) -> None:
             d.let(f"F.scaled_dot_product_attention({x}, {x} * 0.5, {x} + 1, is_causal={causal})")
 
 
+HEADS = (
+    "{l}({x}).unflatten(-1, ({n}, {e})).transpose(1, 2)", "{l}({x}).unflatten(-1, ({e}, {n})).permute(0, 3, 1, 2)",
+    "torch.einsum('bse,ehd->bhsd', {x}, {w})", "torch.einsum('bse,ehd->bhds', {x}, {w}).mT",
+    "{l}({x}).unflatten(-1, ({n}, {e})).transpose(1, 2).repeat_interleave(2, -1)[..., ::2]",
+    "{l}({x}).unflatten(-1, ({n}, {e})).transpose(1, 2).flip({d})", "{o}({x}).unsqueeze(1).expand(-1, {n}, -1, -1)",
+    "{o}({x})[..., :1].unsqueeze(1).expand(-1, {n}, -1, {e})", "{l}({x}).reshape({x}.shape[0], {n}, -1, {e})",
+    "{l}({x}).unflatten(-1, ({n}, {e})).transpose(1, 2) * 0.5",
+    "{w}.sum(0)[:, None].expand({x}.shape[0], -1, {x}.shape[1], -1)",
+)  # fmt: skip
+"""Heads of what is a sequence of vectors, as numbers of all kinds of orders in memory: turned, every other, one for
+all, backwards."""
+_HEAD_WEIGHTS = {
+    "l": "nn.Linear({size}, {n} * {e}, dtype={dtype})", "o": "nn.Linear({size}, {e}, bias=False, dtype={dtype})",
+    "w": "nn.Parameter(torch.randn({size}, {n}, {e}, dtype={dtype}) * 0.3)",
+}  # fmt: skip
+MASKS = (
+    "", "", "is_causal=True", "is_causal=True", "is_causal=True", "attn_mask=torch.ones({s}, {s}).tril(1).bool()",
+    "attn_mask=torch.ones({s}, {s}).triu(-1).bool().mT", "attn_mask={m}", "attn_mask={m}.mT",
+    "attn_mask={m}[:1].expand({s}, -1)", "attn_mask=({x}[..., 0] > -1)[:, None, None]",
+    "attn_mask={x}[..., :1].tanh().expand(-1, -1, {s})[:, None]",
+)  # fmt: skip
+READ = (
+    ".transpose(1, 2).flatten(2)", ".transpose(1, 2).flatten(2)", ".mT", ".mean(2)", ".sum(-1)", "[..., ::2]",
+    ".flip(2)", ".movedim(1, -1)", "[:, :, -1]", ".sum(1)", "",
+)  # fmt: skip
+"""How what heads have seen is read, so that gradients come in all kinds of orders, too."""
+
+
+def heads(d: Drawing) -> None:
+    """Attention of heads that lie in memory in any order; of the pixels of an image, whose channels may lie last."""
+    x = d.pick(least=3, most=4)
+    if x is None or d[x].dtype != d.dtype:
+        return
+    if d[x].dim() == 4:
+        last = d.rng.choice(("", ".contiguous(memory_format=torch.channels_last)"))
+        x = d.let(f"{x}{last}.flatten(2).mT")
+        if x is None:
+            return
+    _, length, size = d[x].shape
+    num, width, groups = d.rng.choice((1, 2, 3)), d.rng.choice((2, 4, 8)), d.rng.choice((1, 1, 1, 2))
+    read = []
+    for count in (num * groups, num, num):
+        pattern, given = d.rng.choice(HEADS), {"x": x, "n": count, "e": width, "d": d.rng.choice((1, 2, 3))}
+        for key, text in _HEAD_WEIGHTS.items():
+            if f"{{{key}}}" in pattern:
+                given[key] = d.init(key, text.format(size=size, n=count, e=width, dtype=d.dtype))
+        made = d.let(pattern.format(**given))
+        if made is None:
+            return
+        read.append(made)
+    mask = d.rng.choice(MASKS)
+    added = d.init("p", f"nn.Parameter(torch.randn({length}, {length}, dtype={d.dtype}))") if "{m}" in mask else ""
+    rest = [mask.format(x=x, s=length, m=added)] if mask else []
+    rest += ["enable_gqa=True"] if groups > 1 else []
+    seen = d.let(f"F.scaled_dot_product_attention({', '.join([*read, *rest])})")
+    if seen:
+        d.let(f"{seen}{d.rng.choice(READ)}")
+
+
 def buffer(d: Drawing) -> None:
     """A statistic that is kept between steps: written in place, replaced, or counted."""
     x = d.pick()
@@ -423,8 +482,8 @@ def new_input(d: Drawing) -> None:
 
 
 MAKERS: tuple[tuple[float, Callable[[Drawing], None]], ...] = (
-    (40, by_pattern), (14, linear), (4, convolution), (5, norm), (3, embedding), (4, attention), (2, buffer),
-    (5, write), (2, cast), (1.5, region), (2, new_input),
+    (40, by_pattern), (14, linear), (4, convolution), (5, norm), (3, embedding), (4, attention), (6, heads),
+    (2, buffer), (5, write), (2, cast), (1.5, region), (2, new_input),
 )  # fmt: skip
 
 

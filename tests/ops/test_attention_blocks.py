@@ -44,6 +44,15 @@ def test_what_sees_nothing_or_is_nothing_does_not_end_the_process(sizes: tuple[i
         assert [x.shape for x in torch.autograd.grad(made.sum(), tensors)] == [x.shape for x in tensors]
 
 
+def test_keys_for_one_sample_are_those_of_all() -> None:
+    """Torch's kernel would read what lies behind them."""
+    torch.manual_seed(0)
+    shapes = (3, 2, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8)
+    query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    wanted = functional.scaled_dot_product_attention(query, key, value, torch.ones(5, 7, dtype=torch.bool).tril(2))
+    assert (execute(ATTENTION_FROM_ROW, query, key, value, 2, None, False) - wanted).abs().max() < 1e-13
+
+
 @pytest.mark.parametrize("which", range(4))
 def test_numbers_may_lie_in_memory_as_they_like(which: int) -> None:
     """Features apart from each other, among them memory that holds no numbers, and all in one place."""

@@ -299,7 +299,10 @@ class Dropping:
     def pack(self, tensor: Tensor) -> Tensor | _Dropped:
         """What is kept of a tensor; autograd hands out aliases, so it is the memory that tells what it is."""
         reference, bundle, i = self._alive.get(tensor.untyped_storage().data_ptr(), (None, None, 0))
-        if reference is None or bundle is None or reference() is None:  # that memory may be another tensor's by now
+        whole = None if reference is None else reference()
+        if whole is None or bundle is None:  # that memory may be another tensor's by now
+            return tensor
+        if tensor.dtype != whole.dtype or tensor.is_conj() or tensor.is_neg():  # strides do not tell
             return tensor
         bundle.ticket.num_asked += 1
         return _Dropped(bundle, bundle.ticket, i, (tensor.size(), tensor.stride(), tensor.storage_offset()))

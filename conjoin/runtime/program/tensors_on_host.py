@@ -174,7 +174,7 @@ class Offloading:
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a tensor."""
         now, address = self._pass, tensor.untyped_storage().data_ptr()
-        if now is None or not address or address in now.untouched or tensor.is_conj() or tensor.is_neg():
+        if now is None or not address or address in now.untouched or _is_yet_to_be_done(tensor):
             return tensor
         stored, kept = now.find(tensor), _Kept(tensor)
         if stored is not None:
@@ -187,7 +187,9 @@ class Offloading:
         """What a segment that is run again keeps of something it is given: a note of what lies on the host."""
         now = self._pass
         stored = now.find(given) if now is not None and isinstance(given, Tensor) else None
-        return given if stored is None else GivenAgain(_Kept(given).move(stored), given.requires_grad)
+        if stored is None or _is_yet_to_be_done(given):
+            return given
+        return GivenAgain(_Kept(given).move(stored), given.requires_grad)
 
     def hooks(self) -> AbstractContextManager[Any]:
         """For one forward pass."""
@@ -208,6 +210,11 @@ class GivenAgain:
 
     def tensor(self) -> Tensor:
         return self.kept.tensor().detach().requires_grad_(self.requires_grad)
+
+
+def _is_yet_to_be_done(tensor: Tensor) -> bool:
+    """Whether its memory holds the conjugate or the negative of what it says."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
