@@ -275,6 +275,11 @@ _TORCHS_OWN = "\nException raised from "
 """After it torch tells the calls inside itself."""
 
 
+def own_words(error: BaseException) -> str:
+    """What a stranger's error says, without its own full stop."""
+    return str(error).partition(_TORCHS_OWN)[0][:300].strip().removesuffix(".")
+
+
 def run_own(what: str, action: Callable[[], Any]) -> Any:
     """Run the user's own code; what it prints goes to stderr, and whatever it raises is told with its line."""
     try:
@@ -283,9 +288,8 @@ def run_own(what: str, action: Callable[[], Any]) -> Any:
     except ConjoinError:
         raise
     except (Exception, SystemExit) as error:  # a user's program may raise anything; it is told, never swallowed
-        told = str(error).partition(_TORCHS_OWN)[0][:300]
         raise UsageError(
-            f"{what} failed with {type(error).__name__}: {told}. The error is in the program that was "
+            f"{what} failed with {type(error).__name__}: {own_words(error)}. The error is in the program that was "
             f"named, not in conjoin. Run it by itself to see more.{_user_line(error)}"
         ) from error
 

@@ -10,7 +10,9 @@ from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 
 PLAIN = bool | int | float | str | None
 _MOST_ITEMS = 256
@@ -19,7 +21,9 @@ _DEPTH = 4
 """How far into containers and objects of a model is looked."""
 _OWN = frozenset(vars(nn.Module()))
 """What torch keeps in every module."""
-_OPAQUE = (type, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+OPERATORS = (torch.library.CustomOpDef, OpOverload, OpOverloadPacket)  # type: ignore[attr-defined] # it is public
+"""A model may hold them; they are the same for everybody, and what they keep of their own is no state of a model."""
+_OPAQUE = (*OPERATORS, type, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 Which = Callable[[Tensor], Any]
 
 
