@@ -19,8 +19,8 @@ _MOST_ITEMS = 256
 """Of a container that are looked at; of a longer one its length, too."""
 _DEPTH = 4
 """How far into containers and objects of a model is looked."""
-_OWN = frozenset(vars(nn.Module()))
-"""What torch keeps in every module."""
+_OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
+"""What torch keeps in every module, and of weights in recurrent ones."""
 OPERATORS = (torch.library.CustomOpDef, OpOverload, OpOverloadPacket)  # type: ignore[attr-defined] # it is public
 """A model may hold them; they are the same for everybody, and what they keep of their own is no state of a model."""
 _OPAQUE = (*OPERATORS, type, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)

@@ -159,6 +159,7 @@ class Holding(nn.Linear):
 def test_an_operator_that_a_model_holds_is_no_state_of_it(caplog: pytest.LogCaptureFixture) -> None:
     graph = conjoin.capture(Holding(), torch.randn(3, 4))
     assert [node.op for node in graph.nodes][-2:] == ["held::twice"] * 2
+    conjoin.capture(nn.GRU(4, 4), torch.randn(3, 2, 4))
     assert "forward changes it" not in caplog.text and "cannot be copied" not in caplog.text
 
 
