@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -281,9 +281,12 @@ def own_words(error: BaseException) -> str:
 
 
 def run_own(what: str, action: Callable[[], Any]) -> Any:
-    """Run the user's own code; what it prints goes to stderr, and whatever it raises is told with its line."""
+    """Run the user's own code; what it prints goes to stderr, and whatever it raises is told with its line.
+
+    A folder that it goes to is left again: paths on the command line are those of whoever typed them.
+    """
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), chdir(os.curdir):
             return action()
     except ConjoinError:
         raise

@@ -15,6 +15,8 @@ from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
 MODELS = """\
+import os
+
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +74,16 @@ class Samples(torch.utils.data.Dataset):
         return torch.full((4,), 1e3 if index == 3 else 1.0)
 
 
+class Without(Samples):
+    def __getitem__(self, index):
+        return torch.ones(4, device="meta"), torch.tensor(1, device="meta")
+
+
+def elsewhere(batch_size=4):
+    os.chdir("/")
+    return classes(batch_size)
+
+
 class Labelled(Samples):
     def __getitem__(self, index):
         return torch.ones(4), torch.tensor(7 if index == 3 else 1)
@@ -107,12 +119,22 @@ def test_a_label_that_is_no_class_ends_a_training_with_what_was_kept(mine: Path,
 def test_a_kernel_that_raises_is_told_with_its_line(mine: Path, run: Run) -> None:
     message = run(*planned(run, "forward", 1), "failing.py:Samples").refused()
     assert "ValueError: the kernel takes nothing above 90. The model" in message
-    assert message.endswith("failing.py:7\n")
+    assert message.endswith("failing.py:9\n")
 
 
 def test_a_kernel_that_raises_in_the_backward_pass(mine: Path, run: Run) -> None:
     message = run(*planned(run, "backward", 1), "failing.py:Samples").refused()
-    assert "nothing is kept" in message and message.endswith("failing.py:7\n")
+    assert "nothing is kept" in message and message.endswith("failing.py:9\n")
+
+
+def test_samples_without_values(mine: Path, run: Run) -> None:
+    assert "on the meta device" in run(*planned(run, "classes", 1), "failing.py:Without").refused()
+
+
+def test_a_model_that_goes_to_another_folder_takes_no_files_along(mine: Path, run: Run) -> None:
+    command = planned(run, "elsewhere", 1)[:-1]
+    assert run(*command, "--checkpoint", "kept", "-o", "weights.pt").code == 0
+    assert (mine / "kept" / "conjoin.json").exists() and (mine / "weights.pt").exists()
 
 
 class Embedded(nn.Module):
