@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -275,17 +275,24 @@ _TORCHS_OWN = "\nException raised from "
 """After it torch tells the calls inside itself."""
 
 
+def own_words(error: BaseException) -> str:
+    """What a stranger's error says, without its own full stop."""
+    return str(error).partition(_TORCHS_OWN)[0][:300].strip().removesuffix(".")
+
+
 def run_own(what: str, action: Callable[[], Any]) -> Any:
-    """Run the user's own code; what it prints goes to stderr, and whatever it raises is told with its line."""
+    """Run the user's own code; what it prints goes to stderr, and whatever it raises is told with its line.
+
+    A folder that it goes to is left again: paths on the command line are those of whoever typed them.
+    """
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), chdir(os.curdir):
             return action()
     except ConjoinError:
         raise
     except (Exception, SystemExit) as error:  # a user's program may raise anything; it is told, never swallowed
-        told = str(error).partition(_TORCHS_OWN)[0][:300]
         raise UsageError(
-            f"{what} failed with {type(error).__name__}: {told}. The error is in the program that was "
+            f"{what} failed with {type(error).__name__}: {own_words(error)}. The error is in the program that was "
             f"named, not in conjoin. Run it by itself to see more.{_user_line(error)}"
         ) from error
 

@@ -10,7 +10,7 @@ an operator of the graph, with its own backward.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from conjoin.frontends.problems import HIDDEN, Problem
+from conjoin.frontends.torch_private import replaced_apply
 from conjoin.ir import Source
 from conjoin.ops import operator_of
 
@@ -93,21 +94,17 @@ class Watch:
 def watch_custom_functions() -> Iterator[Watch]:
     """Note every call of a custom autograd function made inside."""
     watch = Watch()
-    original = torch.autograd.Function.__dict__["apply"]
 
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    def apply(original: Callable[..., Any], cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         operator = operator_of(cls)
         if operator is not None and not kwargs:
             return operator(*args)
         if not cls.__module__.startswith("torch."):
             watch.calls.append(CustomCall(cls, args, _user_source()))
-        return original.__get__(None, cls)(*args, **kwargs)
+        return original(cls, *args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
+    with replaced_apply(apply):
         yield watch
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def _user_source() -> Source | None:

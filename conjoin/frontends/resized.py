@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from conjoin.frontends.dealt_batch import Batch
 from conjoin.frontends.folded_constants import MAX_ELEMENTS, seen_under
 from conjoin.frontends.known_values import KnownValues
+from conjoin.frontends.lowering import has_channels_last
 from conjoin.frontends.torch_export import AutocastRegions, StepCall, is_plain, neutral
 from conjoin.frontends.torch_private import disable_current_modes, has_alias_info, pretend_exporting, quiet
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Value, find_faults, make_node, retype
@@ -119,18 +120,20 @@ def _inputs(graph: Graph, call: StepCall) -> dict[Leaf, tuple[Tensor, Tensor]]:
                 raise _Differs(f"the plain value {given!r} of the batch")
             continue
         leaf = value.owner
-        if not isinstance(leaf, Leaf) or leaf.channels_last or leaf in found or not _alike(leaf.type, given):
+        if not isinstance(leaf, Leaf) or leaf in found or not _alike(leaf, given):
             raise _Differs("the dtype, the rank or the memory order of an input")
         shapes = leaf.type.shape, tuple(given.shape)
         if not all(a == b or min(a, b) > 1 for a, b in zip(*shapes, strict=True)):
             raise _Differs(f"a size that is or was none or a single one, of {leaf}")
-        old, new = (torch.empty(shape, dtype=given.dtype, device="meta") for shape in shapes)
+        order = torch.channels_last if leaf.channels_last else torch.contiguous_format
+        old, new = (torch.empty(shape, dtype=given.dtype, device="meta", memory_format=order) for shape in shapes)
         found[leaf] = old.requires_grad_(given.requires_grad), new.requires_grad_(given.requires_grad)
     return found
 
 
-def _alike(type: TensorType, given: Tensor) -> bool:
-    return type.dtype == given.dtype and len(type.shape) == given.dim() and given.is_contiguous()
+def _alike(leaf: Leaf, given: Tensor) -> bool:
+    is_ordered = has_channels_last(given) if leaf.channels_last else given.is_contiguous()
+    return leaf.type.dtype == given.dtype and len(leaf.type.shape) == given.dim() and is_ordered
 
 
 def _check_constants(graph: Graph) -> None:

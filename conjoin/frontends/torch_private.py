@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import cache, partial
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,7 @@ __all__ = [
     "memory_of",
     "pretend_exporting",
     "quiet",
+    "replaced_apply",
     "replaced_checkpoints",
     "set_storages",
     "settle_autograd",
@@ -266,6 +267,35 @@ def user_lines(find: Callable[[FrameType | None], str]) -> Iterator[None]:
         _ModuleStackTracer.create_node = create  # type: ignore[method-assign]
         if before is not None:
             setattr(fx_config, switch, before)
+
+
+@contextmanager
+def replaced_apply(call: Callable[..., Any]) -> Iterator[None]:
+    """Have every `apply` of an autograd function run `call(original, function, *args)`.
+
+    Also one that was taken from its class before, as in `scale = Scale.apply`: the method's own code is exchanged.
+    """
+    method: FunctionType = torch.autograd.Function.__dict__["apply"].__func__
+    before = method.__code__
+    original = FunctionType(before, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
+
+    def made(__class__: type) -> Any:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return __class__._conjoin_call(cls, *args, **kwargs)  # type: ignore[attr-defined]
+
+        return apply
+
+    kept = torch.autograd.Function.__dict__.get("_conjoin_call")
+    torch.autograd.Function._conjoin_call = staticmethod(partial(call, original))  # type: ignore[attr-defined]
+    method.__code__ = made(torch.autograd.Function).__code__  # over the same cell: its class
+    try:
+        yield
+    finally:
+        method.__code__ = before
+        if kept is None:
+            del torch.autograd.Function._conjoin_call  # type: ignore[attr-defined]
+        else:
+            torch.autograd.Function._conjoin_call = kept  # type: ignore[attr-defined]
 
 
 @contextmanager

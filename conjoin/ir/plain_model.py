@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from conjoin.errors import ConjoinError, UsageError
+from conjoin.ir.python_state import OPERATORS
 
 
 def plain_model(model: object, refusal: type[ConjoinError] = UsageError) -> nn.Module:
@@ -45,6 +46,7 @@ def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
     memo = {} if memo is None else memo
     for part in model.modules():
         kept = tree_leaves({name: value for name, value in vars(part).items() if not name.startswith("_")})
+        memo.update({id(value): value for value in kept if isinstance(value, OPERATORS)})
         for tensor in (value for value in kept if isinstance(value, Tensor) and not value.is_leaf):
             memo.setdefault(id(tensor), tensor.detach().clone())
     return copy.deepcopy(model, memo)

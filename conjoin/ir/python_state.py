@@ -10,16 +10,20 @@ from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 
 PLAIN = bool | int | float | str | None
 _MOST_ITEMS = 256
 """Of a container that are looked at; of a longer one its length, too."""
 _DEPTH = 4
 """How far into containers and objects of a model is looked."""
-_OWN = frozenset(vars(nn.Module()))
-"""What torch keeps in every module."""
-_OPAQUE = (type, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+_OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
+"""What torch keeps in every module, and of weights in recurrent ones."""
+OPERATORS = (torch.library.CustomOpDef, OpOverload, OpOverloadPacket)  # type: ignore[attr-defined] # it is public
+"""A model may hold them; they are the same for everybody, and what they keep of their own is no state of a model."""
+_OPAQUE = (*OPERATORS, type, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 Which = Callable[[Tensor], Any]
 
 

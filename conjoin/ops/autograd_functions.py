@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,8 +20,9 @@ from conjoin.ops.aten import state_module
 from conjoin.ops.notation import parse_notation
 
 Function = type[torch.autograd.Function]
-_APPLY = torch.autograd.Function.__dict__["apply"]
-"""As torch has it: while a model is captured, another stands in its place."""
+_METHOD: FunctionType = torch.autograd.Function.__dict__["apply"].__func__
+_apply = FunctionType(_METHOD.__code__, _METHOD.__globals__, "apply", _METHOD.__defaults__, _METHOD.__closure__)
+"""As torch has it: while a model is captured, other code stands in its place."""
 _OPERATORS: dict[Function, Callable[..., Any]] = {}
 _Library: Any = torch.library.Library
 _LIBRARIES: dict[str, Any] = {}
@@ -49,7 +52,7 @@ def define_operator(function: Function, index: str, sample: Mapping[str, tuple[A
         former._destroy()
     library = _LIBRARIES[name] = _Library(namespace, "FRAGMENT")
     library.define(f"{base}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    apply = _APPLY.__get__(None, function)
+    apply = partial(_apply, function)
 
     def without_gradient(*args: Any) -> Any:
         with torch.no_grad():

@@ -7,6 +7,7 @@ from conjoin.runtime.movement.layer_clock import LayerClock, timed_layers
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pipelines.stage_transfers import Crossing
 from conjoin.runtime.program.captured import CapturedModule, to_module
+from conjoin.runtime.program.failed_calls import place_of_failure
 from conjoin.runtime.program.other_plans import Planner
 from conjoin.runtime.ranks.collective_times import (
     Communication,
@@ -55,7 +56,8 @@ __all__ = [
     "calibrate_collectives", "check_capture", "check_init", "check_made_for", "check_target", "check_weights_target",
     "check_world", "collate_samples", "communicator_over", "compare_rank", "compare_with_model", "connect",
     "copied_for_check", "find_weights", "full_state_dict", "has_checkpoint", "is_any", "join_ranks", "launch", "load",
-    "load_checkpoint", "load_optimizer_state_dict", "measure_communication", "optimizer_state_dict", "record",
+    "load_checkpoint", "load_optimizer_state_dict", "measure_communication", "optimizer_state_dict",
+    "place_of_failure", "record",
     "run_ranks", "save_checkpoint", "save_weights", "time_collectives", "timed_layers", "to_module", "train_alone",
     "verdict", "verify_in_process",
 ]  # fmt: skip

@@ -127,6 +127,12 @@ class Loader:
                 f"which lie along the first dim. Let the dataset and collate_fn make such tensors, or make the plan "
                 f"with a batch of theirs."
             )
+        if tensor.is_meta:
+            raise UsageError(
+                f"{len(self._rows)} samples of the dataset were put together as {part.name} on the meta device. Such "
+                f"tensors have no values, as if made inside `with torch.device('meta')`. Let the dataset make them on "
+                f"the CPU."
+            )
         if tensor.dtype != part.dtype:
             raise UsageError(
                 f"{len(self._rows)} samples of the dataset were put together as {part.name} of {tensor.dtype}. The "

@@ -474,6 +474,22 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there(single: str, run: Run,
     assert sorted(path.name for path in folder.iterdir() if "kept" in path.name) == ["kept"], "nothing is left over"
 
 
+@pytest.mark.parametrize("width", [400, 4000], ids=["closing", "writing"])
+@pytest.mark.parametrize("target", ["w.safetensors", "folder", "w.pt"])
+def test_a_full_disk_leaves_the_weights_that_were_there(
+    plan: Path, run: Run, folder: Path, target: str, width: int
+) -> None:
+    command, wide = ("run", "wide.json", GOOD, "--steps", "1", "--json", "-o", target), ("--size", f"width={width}")
+    run("plan", GOOD, "--machine", "local:1", "--strategy", "single", *wide, "-o", "wide.json")
+    assert run(*command, *wide).code == 0
+    kept = folder / "folder" / "model.safetensors" if target == "folder" else folder / target
+    before, there = kept.read_bytes(), {*folder.rglob("*")}
+    with largest_file(600):
+        message = run(*command, *wide).refused()
+    assert "Weights were to be saved" in message and "as it was" in message
+    assert kept.read_bytes() == before and {*folder.rglob("*")} == there, "nothing is left over"
+
+
 def test_a_log_on_a_full_disk(single: str, run: Run, folder: Path) -> None:
     with largest_file(600):
         message = run("run", single, GOOD, "--log", "log.jsonl", "--json").refused()

@@ -81,11 +81,86 @@ def test_another_backward_is_refused_with_its_line() -> None:
     assert "register_operator" in str(caught.value)
 
 
+through = StraightThrough.apply
+"""As torch's own pages take it: before anything is captured."""
+
+
+class Taken(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = through(super().forward(x))
+        return made.sum()
+
+
+def test_one_that_was_taken_from_its_class_is_watched_too() -> None:
+    with torch.device("meta"):
+        model, x = Taken(4, 4), torch.randn(3, 4)
+    with pytest.raises(conjoin.CaptureError, match=r"StraightThrough at .*test_custom_functions.py:\d+"):
+        conjoin.capture(model, x)
+
+
 def test_watching_leaves_torch_as_it_was() -> None:
-    before = torch.autograd.Function.__dict__["apply"]
+    before = dict(vars(torch.autograd.Function))
+    code = torch.autograd.Function.__dict__["apply"].__func__.__code__
     with pytest.raises(conjoin.CaptureError):
         conjoin.capture(Uses(StraightThrough), torch.randn(3, 4))
-    assert torch.autograd.Function.__dict__["apply"] is before
+    assert dict(vars(torch.autograd.Function)) == before
+    assert torch.autograd.Function.__dict__["apply"].__func__.__code__ is code
+
+
+class Declared(torch.autograd.Function):
+    """Rounds likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+declared = Declared.apply
+
+
+class Rounding(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = declared(super().forward(x))
+        return made.square().sum()
+
+
+def test_one_that_was_taken_and_then_declared_is_its_operator() -> None:
+    conjoin.register_operator(Declared, "... -> ...")
+    model, x = Rounding(4, 4), torch.randn(3, 4)
+    graph = conjoin.capture(model, x)
+    assert any(node.op.endswith("::Declared") for node in graph.nodes)
+    ours = torch.autograd.grad(conjoin.to_module(graph, model)(x), list(model.parameters()))
+    plain = torch.autograd.grad(model(x), list(model.parameters()))
+    assert all(torch.allclose(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@torch.library.custom_op("held::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+twice.register_fake(torch.empty_like)
+
+
+class Holding(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.twice, self.packet = twice, torch.ops.held.twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.packet(self.twice(super().forward(x)))
+        return made
+
+
+def test_an_operator_that_a_model_holds_is_no_state_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    graph = conjoin.capture(Holding(), torch.randn(3, 4))
+    assert [node.op for node in graph.nodes][-2:] == ["held::twice"] * 2
+    conjoin.capture(nn.GRU(4, 4), torch.randn(3, 2, 4))
+    assert "forward changes it" not in caplog.text and "cannot be copied" not in caplog.text
 
 
 class BoundedRoot(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 import conjoin
 import zoo
 from conjoin.frontends import capture, resize
-from conjoin.ir import Graph, Plan, captured_graph, load_plan
+from conjoin.ir import Graph, LeafKind, Plan, captured_graph, load_plan
 from conjoin.runtime.program.other_plans import bare_copy
 
 transformers = pytest.importorskip("transformers")
@@ -51,6 +51,25 @@ def test_of_a_library_model_batch_and_length_may_be_others(after: tuple[int, int
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=8, vocab_size=96, n_positions=64)
     made, captured = resized(transformers.GPT2LMHeadModel(config), words(8, 16), words(*after))
     assert made == captured
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(functional.max_pool2d(torch.relu(self.norm(self.first(x))), 2))
+        return x.flatten(1).reshape(len(x), 2, -1).mean(2) + x.permute(0, 2, 3, 1).contiguous().view(len(x), -1)[:, :2]
+
+
+def test_images_whose_channels_lie_last_stay_so() -> None:
+    model = Images().to(memory_format=torch.channels_last)
+    before, after = (torch.randn(n, 3, 16, 16).to(memory_format=torch.channels_last) for n in (8, 5))
+    made, captured = resized(model, before, after)
+    assert made == captured and captured.leaves_of(LeafKind.INPUT)[0].channels_last
+    made, captured = resized(model, before, after.contiguous())
+    assert made is None and not captured.leaves_of(LeafKind.INPUT)[0].channels_last
 
 
 def test_a_mask_that_hides_more_of_longer_sequences_is_seen() -> None:

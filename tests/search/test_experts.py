@@ -277,3 +277,10 @@ def test_more_devices_than_experts() -> None:
     with pytest.raises(StrategyError, match=r"layers of experts has 4 of them.* Ask for ep=4 or less") as error:
         plan_of(captured("moe-8x7b"), 8, "expert:ep=8")
     assert_three_sentences(error.value)
+
+
+def test_without_slots_no_device_is_left_without_an_expert_either() -> None:
+    graph = built("Qwen2Moe, one expert")[0]
+    assert str(plan_of(graph, 4, "expert").strategy) == "expert:ep=2,dp=2"
+    with pytest.raises(StrategyError, match=r"layers of experts has 2 of them.* Ask for ep=2 or less"):
+        plan_of(graph, 4, "expert:ep=4")

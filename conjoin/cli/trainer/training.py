@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conjoin.api import load
-from conjoin.cli.models import capture_model
+from conjoin.cli.models import capture_model, own_words
 from conjoin.cli.trainer.folder_hold import FolderHold
 from conjoin.cli.trainer.graph_training import GraphParts, graded_plan, is_on_a_graph, share_of_right
 from conjoin.cli.trainer.recipe import Recipe
@@ -22,7 +22,7 @@ from conjoin.cli.trainer.stop_request import StopRequest
 from conjoin.cli.trainer.training_data import digest_of_tokens, make_dataset
 from conjoin.cli.trainer.training_log import Foretold, Trained, TrainingLog
 from conjoin.cli.workload import Asked, gathered
-from conjoin.errors import CheckpointError, UsageError
+from conjoin.errors import CheckpointError, ConjoinError, UsageError
 from conjoin.frontends import Precision
 from conjoin.ir import Pipeline, Plan, flatten_tree
 from conjoin.runtime import (
@@ -35,6 +35,7 @@ from conjoin.runtime import (
     has_checkpoint,
     is_any,
     load_checkpoint,
+    place_of_failure,
     record,
     save_checkpoint,
     save_weights,
@@ -296,11 +297,16 @@ class _Trainer:
             group["lr"] = self._learning_rate(self._done)
         self._optimizer.zero_grad()
         for _ in range(recipe.accumulate):
+            batch = next(self._batches)
             with nullcontext() if self._parts is None else self._parts.timed() as turn:
-                loss = self._loss_of(next(self._batches)) / recipe.accumulate
-                self._check(loss)
-                _ = None if turn is None else turn()
-                self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                try:
+                    loss = self._loss_of(batch) / recipe.accumulate
+                    self._check(loss)
+                    _ = None if turn is None else turn()
+                    self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                except Exception as error:
+                    self._tell_failure(f"Step {self._done + 1} of the training", error)
+                    raise
             total += loss.item()
         norm = None
         if recipe.clip is not None:
@@ -310,6 +316,16 @@ class _Trainer:
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return total, norm
+
+    def _tell_failure(self, what: str, error: Exception) -> None:
+        """Refuse what an operator of the model, or the user's own code in it, has refused."""
+        place = None if isinstance(error, ConjoinError) else place_of_failure(error)
+        if place is not None:
+            rank, kept = self._step.communicator.rank, self._kept_words()
+            raise UsageError(
+                f"{what} failed on rank {rank} with {type(error).__name__}: {own_words(error)}. The model itself "
+                f"failed, not conjoin; {kept}. Look at that place, and at the data of this step.\n  {place}"
+            ) from error
 
     def _check(self, loss: Tensor) -> None:
         if not loss.requires_grad:
@@ -355,7 +371,11 @@ class _Trainer:
             for batch in data:
                 size = min(left, data.batch_size)
                 left -= size
-                total += size * self._loss_of(batch).item()
+                try:
+                    total += size * self._loss_of(batch).item()
+                except Exception as error:
+                    self._tell_failure(f"The evaluation after step {self._done}", error)
+                    raise
         self._step.train()
         return total / data.num_samples
 

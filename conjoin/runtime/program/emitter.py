@@ -28,6 +28,7 @@ from conjoin.ir import (
     Leaf,
     Node,
     RegionMove,
+    Source,
     Value,
     drawn_strides,
     holds,
@@ -61,6 +62,7 @@ from conjoin.ops import (
 )
 from conjoin.runtime.movement.absence import find_leaving, is_confined, join
 from conjoin.runtime.movement.bundles import Bundle
+from conjoin.runtime.program.failed_calls import CALL
 from conjoin.runtime.program.functions import (
     BATCH_NORM,
     Function,
@@ -157,6 +159,8 @@ class Emitter:
         self._leaving = find_leaving(graph) if carriers is not None else {}
         self._confined = bool(self._leaving) or is_confined(graph)
         self._gradients = gradient_flow(graph) if self._confined or runs_again else None
+        self._emitted: tuple[str, Source | None] | None = None
+        """The operator that is being emitted, and the user's line that calls it."""
         self._segment: int | None = None
         """Of what is to be run again in the backward pass, the number of the segment that is being emitted."""
         self._last: Node | None = None
@@ -278,6 +282,8 @@ class Emitter:
 
     def call(self, function: Function, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.program.call_function(function, args, kwargs)
+        if self._emitted is not None:
+            made.meta[CALL] = self._emitted
         if self._segment is not None:
             made.meta[SEGMENT] = self._segment
         return made
@@ -320,6 +326,11 @@ class Emitter:
 
     def emit_node(self, node: Node) -> None:
         """One node in its local form; reshards wait until somebody reads them."""
+        self._emitted = node.op, self.graph.source_of(node)
+        self._emit(node)
+        self._emitted = None
+
+    def _emit(self, node: Node) -> None:
         if is_parallel(node):
             return
         if node in self._cast_by_bundles or node in self._made_once:

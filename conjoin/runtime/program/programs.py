@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from conjoin.ops import under_autocast
+from conjoin.runtime.program.failed_calls import CALLS, calls_by_line
 from conjoin.runtime.program.functions import without_autocast
 from conjoin.runtime.program.written_over import write_over
 from conjoin.runtime.torch_private import has_no_values
@@ -39,7 +40,7 @@ def compile_text(program: fx.Graph, name: str) -> tuple[Compiled, str]:
     code = program.python_code("self")
     filename = f"<conjoin {name}>"
     linecache.cache[filename] = (len(code.src), None, code.src.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = dict(code.globals)
+    namespace: dict[str, Any] = dict(code.globals) | {CALLS: calls_by_line(program, code.src)}
     exec(compile(code.src, filename, "exec"), namespace)  # text made by torch.fx from operators looked up by name
     return namespace["forward"], code.src
 

@@ -47,6 +47,7 @@ from conjoin.runtime.movement.routing import carry_routing
 from conjoin.runtime.program.accumulation import Accumulator, Computing, MicroBatches, refuse_input_gradients
 from conjoin.runtime.program.call_forms import Calling, InputPart
 from conjoin.runtime.program.emission import emit_program
+from conjoin.runtime.program.failed_calls import add_call
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.program.norms import Group
 from conjoin.runtime.program.part_runs import InMicroBatches
@@ -248,8 +249,12 @@ class LocalProgram:
     @leave_uncompiled
     def results(self, inputs: list[Tensor], state: list[Tensor | None]) -> tuple[Any, ...]:
         """The outputs on this rank from its pieces of everything, then the new values of buffers."""
-        with self._keeping([*state, *inputs]):
-            made: tuple[Any, ...] = self._program(self, state, self.store.device, *inputs)
+        try:
+            with self._keeping([*state, *inputs]):
+                made: tuple[Any, ...] = self._program(self, state, self.store.device, *inputs)
+        except Exception as error:
+            add_call(error)
+            raise
         return made
 
     @leave_uncompiled

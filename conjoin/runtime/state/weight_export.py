@@ -170,7 +170,8 @@ class _Writing:
 
     def _discard(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # closing writes what is left, for which there is no room either
+                self._file.close()
             self._file = None
         for aside in self._asides:
             aside.unlink(missing_ok=True)

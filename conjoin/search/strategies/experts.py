@@ -90,9 +90,16 @@ def _passing(facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) ->
 
 
 def _num_experts(node: NodeFacts) -> int:
-    (index,) = {rule.index for rule in node.experts}
-    assert index is not None, "experts are split along an index"
-    return node.sizes[index]
+    """As many as matrices are stacked: the index of rows that are sent to them is that of the rows."""
+    shapes = [value.type.shape for value in node.inputs]
+    stacked = {
+        shapes[i][0]
+        for rule in node.experts
+        for i, placement in enumerate(rule.operands)
+        if node.weights[i] and placement == Split(0) and len(shapes[i]) == 3
+    }
+    (number,) = stacked
+    return number
 
 
 def _too_few(facts: Facts, degree: int, numbers: list[int]) -> StrategyError:
