@@ -59,6 +59,28 @@ def test_a_llama_of_a_library_trains_as_on_one_device(strategy: str) -> None:
     assert compared(plan, graph, model, batch).passed
 
 
+class FeaturesFirst(nn.Module):
+    """Attention whose heads are the fastest dim of a layer: the features of one lie apart in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.end = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        made = self.make(x_BLD).view(*x_BLD.shape[:2], 3, WIDTH // HEADS, HEADS).permute(2, 0, 4, 1, 3)
+        seen = functional.scaled_dot_product_attention(*made.unbind(), is_causal=True)
+        y: Tensor = self.end(seen.transpose(1, 2).flatten(2))
+        return y
+
+
+@pytest.mark.parametrize("flag", ["", ",ring", ",heads"])
+def test_features_of_a_head_may_lie_apart(flag: str) -> None:
+    torch.manual_seed(0)
+    model, batch = FeaturesFirst(), (torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, LENGTH, 4))
+    plan = conjoin.plan(model, batch, "local:2", loss=functional.mse_loss, strategy=f"context:cp=2{flag}")
+    assert conjoin.verify_plan(plan, model, batch, loss=functional.mse_loss, num_steps=1).passed
+
+
 def forward_bytes(plan: Plan) -> dict[str, int]:
     return {total.kind: total.forward.total for total in explain(plan).totals if total.forward.total}
 
