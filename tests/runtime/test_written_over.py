@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import conjoin
+import zoo
 from conjoin.frontends import capture
+from conjoin.ir import recompute_actions
 from conjoin.ops import aggregation
 from conjoin.ops.compiled_kernels import compiled_kernels
 from conjoin.runtime import to_module
@@ -107,3 +112,14 @@ def test_nothing_is_written_over_under_an_autocast() -> None:
         mine, plain = module(x, edges), model(x, edges)
     assert mine.dtype == plain.dtype
     torch.testing.assert_close(mine, plain, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("segment", [(4, 5), (4, 6), (5, 6), (5, 9), (6, 7), (8, 9)])
+def test_what_a_segment_reads_when_it_is_run_again_is_not_written_over(segment: tuple[int, int]) -> None:
+    """The operators are a layer, two that take the edges apart, a sum, its bias and ReLU, and the same without ReLU."""
+    work: Any = zoo.build("gcn-ppi:tiny", batch_size=20)
+    x, _, _, labels = work.batch
+    batch = (x, torch.randint(20, (2, 60)), torch.rand(60), labels)
+    plan = conjoin.plan(work.model, batch, "local:1", loss=work.loss, strategy="single")
+    again = replace(plan, memory=recompute_actions(plan.graph, [segment]))
+    assert conjoin.verify_plan(again, work.model, batch, loss=work.loss, num_steps=2).passed

@@ -1,7 +1,8 @@
 """What is written over: a bias and an activation go into the memory that a sum over neighbours was just written to.
 
 Such a sum is as large as all features of a graph, and new memory for each thing made of it costs a processor more than
-the numbers do. Nobody else may read what is written over, nor its own gradient; an autocast may want another dtype.
+the numbers do. Nobody else may read what is written over, nor its own gradient, nor a segment that
+is run again; an autocast may want another dtype.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import fx
 from conjoin.ir import Node, Value
 from conjoin.ops import AGGREGATE, find_function
 from conjoin.runtime.program.functions import Function
+from conjoin.runtime.program.recompute import SEGMENT
 
 _IN_PLACE: dict[str, Function] = {"add.Tensor": torch.Tensor.add_, "relu": torch.relu_}
 _UNREAD = ("add.Tensor",)
@@ -42,6 +44,8 @@ def write_over(program: fx.Graph) -> None:
     for node in program.nodes:
         first: Any = node.args[0] if node.args else None
         if not isinstance(first, fx.Node) or _INTO not in node.meta or len(first.users) > 1:
+            continue
+        if first.meta.get(SEGMENT) != node.meta.get(SEGMENT):  # it is read again when the segment is
             continue
         if first.target is sums or first in written:
             node.target = node.meta[_INTO]
