@@ -135,6 +135,7 @@ from conjoin.ops.tensor_type import (
     split_axes,
 )
 from conjoin.ops.trial import cuts_for
+from conjoin.ops.vertex_layers import linear_of_positive, linear_of_vertices
 
 __all__ = [
     "AGGREGATE",
@@ -250,6 +251,8 @@ __all__ = [
     "identity",
     "indices_by_place",
     "is_custom",
+    "linear_of_positive",
+    "linear_of_vertices",
     "make_layout",
     "map_tensors",
     "notation_of",

@@ -35,7 +35,7 @@
    and there finds them sooner. It is a wish; memory that has been written to before stays as it is. */
 #define LARGE_PAGE ((uintptr_t)1 << 21)
 
-static void in_large_pages(void *at, int64_t bytes) {
+void ask_for_large_pages(void *at, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
     const uintptr_t start = ((uintptr_t)at + LARGE_PAGE - 1) & ~(LARGE_PAGE - 1);
     const uintptr_t stop = ((uintptr_t)at + (uintptr_t)bytes) & ~(LARGE_PAGE - 1);
@@ -99,7 +99,6 @@ static void in_large_pages(void *at, int64_t bytes) {
     void sum_##NAME(const T *x, const int64_t *first, const int32_t *others, const T *weight, T *out, int64_t rows,    \
                     int64_t heads, int64_t width, int threads) {                                                       \
         const int64_t n = heads * width, lanes = VECTOR / sizeof(T), num_edges = first[rows];                          \
-        in_large_pages(out, rows * n * (int64_t)sizeof(T));                                                            \
         _Pragma("omp parallel for schedule(dynamic, ROWS_AT_ONCE) num_threads(threads)") for (int64_t v = 0; v < rows; \
                                                                                               v++) {                   \
             T *restrict o = out + v * n;                                                                               \

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from conjoin.errors import UsageError
-from conjoin.ops.compiled_kernels import is_compiled_for, run_kernel
+from conjoin.ops.compiled_kernels import is_compiled_for, new_in_large_pages, run_kernel
 from conjoin.ops.edges import Edges, EdgeWindow, Order, are_equal, edges_of, identity, of_graph, tells_of_writes
 from conjoin.ops.first_order import first_order
 
@@ -260,7 +260,7 @@ def sum_along(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
         return x.new_empty(num_rows, *x.shape[1:])
     if _is_quick(x, order) and (weight is None or weight.dtype == x.dtype):
         x, weight = x.contiguous(), None if weight is None else weight.contiguous()
-        made = x.new_empty(num_rows, *x.shape[1:])
+        made = new_in_large_pages(x, num_rows, *x.shape[1:])
         shape = num_rows, heads, size // heads
         run_kernel("sum", x, order.first, order.others, weight, made, *shape)
         return made

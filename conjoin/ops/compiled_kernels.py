@@ -110,6 +110,15 @@ def run_kernel(name: str, *args: Tensor | int | None) -> None:
     kernel(*map(_as_c, args), ctypes.c_int(torch.get_num_threads()))
 
 
+def new_in_large_pages(like: Tensor, *shape: int) -> Tensor:
+    """New memory for numbers as some are, in large pages where the system has them: whoever reads here and there finds
+    them sooner, and fewer pages are made."""
+    made, library = like.new_empty(shape), compiled_kernels()
+    if library is not None:
+        library.ask_for_large_pages(ctypes.c_void_p(made.data_ptr()), ctypes.c_int64(made.nbytes))
+    return made
+
+
 def _as_c(arg: Tensor | int | None) -> ctypes.c_void_p | ctypes.c_int64:
     if arg is None:
         return ctypes.c_void_p()

@@ -1,7 +1,8 @@
-"""What is written over: a bias and an activation go into the memory that a sum over neighbours was just written to.
+"""What is written over on graphs: a bias and an activation go into memory that a layer or a sum was just written to.
 
-Such a sum is as large as all features of a graph, and new memory for each thing made of it costs a processor more than
-the numbers do. Nobody else may read what is written over, nor its own gradient; an autocast may want another dtype.
+What a network on a graph makes is as large as all features of its vertices, and new memory for each thing made of it
+costs a processor more than the numbers do. Nobody else may read what is written over, nor its own gradient, nor a
+segment that is run again; an autocast may want another dtype. On a processor layers on vertices write to large pages.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import torch
 from torch import fx
 
 from conjoin.ir import Node, Value
-from conjoin.ops import AGGREGATE, find_function
+from conjoin.ops import AGGREGATE, find_function, linear_of_positive, linear_of_vertices
 from conjoin.runtime.program.functions import Function
+from conjoin.runtime.program.recompute import SEGMENT
 
 _IN_PLACE: dict[str, Function] = {"add.Tensor": torch.Tensor.add_, "relu": torch.relu_}
-_UNREAD = ("add.Tensor",)
+_UNREAD = ("add.Tensor", "linear")
 """Whose gradients do not read what they made."""
 _INTO = "writes into"
 
@@ -36,13 +38,27 @@ def _is_sum(node: Node) -> bool:
 
 
 def write_over(program: fx.Graph) -> None:
-    """Let calls write over what one of these sums made, or a call that has written over it."""
-    sums = find_function(AGGREGATE)
-    written = set[fx.Node]()
+    """Let calls write over what a layer on vertices or a sum of them made, or a call that has written over it."""
+    sums, layer = find_function(AGGREGATE), find_function("linear")
+    if all(node.target is not sums for node in program.nodes):
+        return
+    new = set[fx.Node]()
     for node in program.nodes:
         first: Any = node.args[0] if node.args else None
-        if not isinstance(first, fx.Node) or _INTO not in node.meta or len(first.users) > 1:
-            continue
-        if first.target is sums or first in written:
+        alone = isinstance(first, fx.Node) and len(first.users) == 1 and _segment(first) == _segment(node)
+        if node.target is layer:
+            node.target = linear_of_vertices
+            if alone and first in new and first.target is torch.relu_:
+                node.target = linear_of_positive
+                node.replace_input_with(first, first.args[0])
+                program.erase_node(first)
+        elif alone and first in new and _INTO in node.meta:
             node.target = node.meta[_INTO]
-            written.add(node)
+        elif node.target is not sums:
+            continue
+        new.add(node)
+
+
+def _segment(node: fx.Node) -> Any:
+    """The one that a call is run again with, if with any."""
+    return node.meta.get(SEGMENT)
