@@ -11,10 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from conjoin.frontends import capture
 from conjoin.ir import Plan, region_of
+from conjoin.machine import Machine
+from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.program.norms import clip_grad_norm
-from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.communicator import Communicator, World
 from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.storage import Store
+from conjoin.search import make_pipeline
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import MESH, by_hand, by_strategy, captured, layout_of, module_on
 from tests.runtime.random_graphs import Sample
@@ -142,3 +147,26 @@ def test_what_is_not_finite_on_one_rank_is_seen_by_all(bad: float, order: float,
             clip_grad_norm([(communicator, pieces)], 1.0, order, communicator, error_if_nonfinite=True)
 
     run_ranks(MESH, strict)
+
+
+@pytest.mark.parametrize("order", [2.0, inf, -inf])
+def test_a_stage_without_gradients_is_told_the_norm_as_the_others_are(order: float) -> None:
+    """Of one pipeline all ranks have one norm, to the last bit, whatever they have gradients of themselves."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))).double()
+    batch = torch.randn(8, 4).double(), torch.randn(8, 4).double()
+    pipeline = make_pipeline(capture(layers, batch, functional.mse_loss), Machine("two", 1, 2, "cpu"), "pipeline:pp=2")
+
+    def program(world: World) -> tuple[Tensor, bool]:
+        store = Store(pipeline, world.rank, torch.device("cpu"))
+        store.fill(layers)
+        step = ParallelModule(pipeline, store, world)
+        if world.rank == 0:
+            for parameter in step.parameters():
+                parameter.requires_grad_(False)
+        step(*batch).backward()
+        return step.clip_grad_norm_(1e-3, order), any(p.grad is not None for p in step.parameters())
+
+    (first, has_any), (last, has_others) = run_ranks(pipeline.mesh, program)
+    assert not has_any and has_others
+    assert first.dtype == last.dtype == torch.float64 and first.item() == last.item()

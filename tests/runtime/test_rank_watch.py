@@ -9,12 +9,15 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from conjoin.errors import RankError
 from conjoin.runtime import Session, launch, load
+from conjoin.runtime.ranks.channels import GlooChannel, ParcelOfWorks
 from conjoin.runtime.ranks.progress import (
     Eye,
     Passage,
@@ -29,7 +32,7 @@ from conjoin.runtime.ranks.progress import (
     not_coming,
     where_is,
 )
-from conjoin.runtime.ranks.rank_watch import last_words
+from conjoin.runtime.ranks.rank_watch import _Waiting, last_words
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.models import mlp, plan_of
 
@@ -251,3 +254,40 @@ def test_a_rank_that_went_on_is_told_from_one_that_is_on_its_way() -> None:
     ended = not_coming({1: Report(), 2: Report(has_ended=True)})
     assert ended is not None and ended.ranks == [2]
     assert_three_sentences(ended.error(0))
+
+
+class Guard:
+    """A watch that is asked what other ranks have to do with it."""
+
+    def enter(self, *_: Any) -> None: ...
+
+    def begin_waiting(self, _: Any) -> None: ...
+
+    def end_waiting(self, _: Any) -> None: ...
+
+    def explain(self, error: BaseException, _: Any) -> RankError:
+        return RankError(f"a rank was lost: {error}")
+
+
+def run_out(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("tried to allocate more than there is")
+
+
+def test_memory_that_runs_out_in_a_message_is_no_rank_that_was_lost() -> None:
+    """Who runs out of memory says so and can leave the step, wherever it happens; torch's error is a RuntimeError."""
+    session: Any = SimpleNamespace(guard=Guard())
+    way = SimpleNamespace(recv=run_out, send=run_out)
+    ways: Any = SimpleNamespace(rank=0, up=way, down=way, tags=lambda ranks: {1: 1})
+    channel = GlooChannel(ways, (0, 1), session)
+    with pytest.raises(torch.OutOfMemoryError):
+        channel.start((), [(1, torch.zeros(1))])
+    with pytest.raises(torch.OutOfMemoryError):
+        channel.start([(1, torch.zeros(1))], ())
+    parcel = ParcelOfWorks(session, (0, 1))
+    parcel.works = [SimpleNamespace(wait=run_out)]  # type: ignore[list-item]
+    with pytest.raises(torch.OutOfMemoryError):
+        parcel.wait()
+    with pytest.raises(torch.OutOfMemoryError):
+        Session.started(session, (0, 1), run_out)
+    with pytest.raises(torch.OutOfMemoryError), _Waiting(session.guard, None):  # type: ignore[arg-type]
+        run_out()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from math import inf, nan
+from math import copysign, inf, nan
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,10 @@ def _clip(
     norms = [norm for members, pieces in trained for norm in _norms_in(members, pieces, norm_type)]
     device = communicator.device
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else _power(None, norm_type, device)
+    dtypes = (gradient.abs().dtype if gradient.is_complex() else gradient.dtype for gradient in gradients)
+    dtype: torch.dtype = reduce(torch.promote_types, dtypes, torch.float32)
     if not everywhere:
-        norm = _over_stages(norm, trained, norm_type, communicator)
+        norm, dtype = _over_stages(norm, dtype, trained, norm_type, communicator)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients of all ranks is {norm.item()}, so they cannot be clipped. "
@@ -60,8 +62,6 @@ def _clip(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # the small number is torch's own
     for gradient in gradients:
         scale_by(gradient, scale)
-    dtypes = (gradient.abs().dtype if gradient.is_complex() else gradient.dtype for gradient in gradients)
-    dtype: torch.dtype = reduce(torch.promote_types, dtypes, torch.float32)
     return norm.to(dtype)
 
 
@@ -72,14 +72,19 @@ def _norms_in(members: Communicator, pieces: Sequence[tuple[nn.Parameter, Layout
     return norms_of(held, order, members, pieces[0][0].device)
 
 
-def _over_stages(norm: Tensor, groups: Sequence[Group], order: float, communicator: Communicator) -> Tensor:
-    """The norm of all stages from that of this rank's: the first rank of a stage speaks for it."""
+def _over_stages(
+    norm: Tensor, dtype: torch.dtype, groups: Sequence[Group], order: float, communicator: Communicator
+) -> tuple[Tensor, torch.dtype]:
+    """The norm of all stages from that of this rank's, and the widest dtype of any: ranks that have no gradients, or
+    narrower ones, tell the same number. The first rank of a stage speaks for it."""
     speaks = all(members.rank == 0 for members, _ in groups)
     mine = norm.double().to(communicator.device).view(1) if speaks else _power(None, order, communicator.device).view(1)
     if speaks and abs(order) != inf and order:
         mine = mine**order
-    total = over_ranks(mine, communicator.mesh.names, order, communicator)[0]
-    return total if abs(order) == inf or not order else total ** (1.0 / order)
+    is_wide = torch.full_like(mine, copysign(float(dtype == torch.float64), order))  # not zero where it is on any rank
+    total, num_wide = over_ranks(torch.cat([mine, is_wide]), communicator.mesh.names, order, communicator)
+    widest = torch.float64 if num_wide else torch.float32
+    return (total if abs(order) == inf or not order else total ** (1.0 / order)), widest
 
 
 def scale_by(gradient: Tensor, scale: Tensor) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 
 from conjoin.runtime.ranks.communicator import Guard, Messages, Session, Work
@@ -59,6 +60,8 @@ class GlooChannel:
             for peer, tensor in sends:
                 works.append((ways.up if peer > own else ways.down).send([tensor], peer, tags[peer]))
                 self.bytes_sent += tensor.nbytes
+        except torch.OutOfMemoryError:  # of this rank alone: it may leave the step
+            raise
         except RuntimeError as error:
             raise parcel.explained(error) from error
         return parcel
@@ -118,6 +121,8 @@ class ParcelOfWorks:
         try:
             for work in self.works[begin:end]:  # Gloo would wait for ever for what was waited for before
                 work.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise self.explained(error) from error
         finally:

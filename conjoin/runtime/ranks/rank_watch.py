@@ -22,6 +22,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import NoReturn, Protocol, TypeVar
 
+import torch
+
 from conjoin.errors import RankError
 from conjoin.runtime.ranks.progress import (
     BrokenOff,
@@ -78,7 +80,7 @@ class _Waiting:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            if isinstance(error, RuntimeError):
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 raise self._watch.explain(error, self._passage) from error
         finally:
             self._watch.end_waiting(self._passage)

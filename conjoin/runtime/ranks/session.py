@@ -182,6 +182,8 @@ class Session:
         passage = watch.enter(ranks, may_break)
         try:
             work = start()
+        except torch.OutOfMemoryError:  # of this rank alone: no other is lost
+            raise
         except RuntimeError as error:
             raise watch.explain(error, passage) from error
         if work is not None and self.device.type != "cpu":
