@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,6 +126,23 @@ def test_a_kernel_that_raises_is_told_with_its_line(mine: Path, run: Run) -> Non
 def test_a_kernel_that_raises_in_the_backward_pass(mine: Path, run: Run) -> None:
     message = run(*planned(run, "backward", 1), "failing.py:Samples").refused()
     assert "nothing is kept" in message and message.endswith("failing.py:9\n")
+
+
+def test_under_torchrun_others_are_told_why_a_rank_ends(
+    mine: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = planned(run, "classes", 1)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    assert run(*command, "failing.py:Labelled").code == 2 and sys.last_value is None
+    for variable, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("conjoin.cli.trainer.training.train", lambda rank, training: _refuse())
+    assert "of mine" in run(*command, "failing.py:Labelled").err
+    assert isinstance(sys.last_value, conjoin.UsageError), "as of an error that nobody caught"
+
+
+def _refuse() -> None:
+    raise conjoin.UsageError("A fault of mine.")
 
 
 def test_samples_without_values(mine: Path, run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +19,7 @@ from conjoin.cli.trainer.stop_request import STOPPED
 from conjoin.cli.trainer.training_log import Foretold, usual_seconds
 from conjoin.cli.workload import Asked, BatchOption, ModelArgument, PlanArgument, StepsOption, gathered, is_first_rank
 from conjoin.environment import machines_directory
-from conjoin.errors import UsageError
+from conjoin.errors import ConjoinError, UsageError
 
 if TYPE_CHECKING:
     from conjoin.cli.trainer.training import Done, Files
@@ -85,7 +86,7 @@ def run_command(
     foretold = None if machine is None else _foretell(found, machine, optimizer)
     training = rooms.training.Training(asked, recipe, files, foretold, as_json, trace is not None)
     if rooms.dist.is_torchelastic_launched() or found.mesh.size == 1:
-        ranks = gathered(rooms.training.train(0, training))
+        ranks = gathered(_as_rank(training))
     else:
         ranks = rooms.runtime.launch(found.mesh.size, rooms.training.train, training, may_finish=True)
     after = ranks[0].stopped_after
@@ -97,6 +98,16 @@ def run_command(
     if after is not None:
         typer.echo(_how_to_go_on(after, steps, files), err=True)
         raise typer.Exit(STOPPED)
+
+
+def _as_rank(training: rooms.training.Training) -> Done:
+    """Train in this process; what it refuses, and the command catches, the watch tells the others under torchrun."""
+    try:
+        return rooms.training.train(0, training)
+    except ConjoinError as error:
+        if rooms.dist.is_torchelastic_launched():
+            sys.last_value = error
+        raise
 
 
 def _how_to_go_on(after: int, steps: int, files: Files) -> str:
