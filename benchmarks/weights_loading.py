@@ -5,7 +5,7 @@ besides, and it takes no more than 1.5 times as long as reading the files does; 
                                                       # benchmarks/results/weights_loading.json
 
 Files are read from the disk: what the system keeps of them in memory is dropped before each run. One process that reads
-all files into memory, one after the other, is what it is compared with.
+all files into memory, one after the other, is what it is compared with, in turns; medians are told.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 from safetensors import safe_open
@@ -35,7 +36,7 @@ CONFIG = LlamaConfig(
     hidden_size=2048, intermediate_size=5504, num_hidden_layers=24, num_attention_heads=16, vocab_size=32000,
     max_position_embeddings=256, use_cache=False,
 )  # fmt: skip
-RANKS = 4
+RANKS, ROUNDS = 4, 5
 WHERE = f"{os.cpu_count()} cores, {RANKS} ranks of one thread"
 SHARD_BYTES = 500_000_000
 SPARE_BYTES = 2**30
@@ -172,16 +173,15 @@ def same_values(folder: Path, other: Path) -> bool:
 
 
 def measure(strategy: str, folder: Path, target: Path) -> Row:
-    plan = make_plan(strategy)
-    reading = []
-    for _ in range(2):
+    plan, reading, taking = make_plan(strategy), list[float](), list[float]()
+    for _ in range(ROUNDS):
         forget(folder)
         reading.append(read_all(folder))
-    forget(folder)
-    ranks = launch(RANKS, work, plan, folder, target)
+        forget(folder)
+        ranks = launch(RANKS, work, plan, folder, target)
+        taking.append(max(seen.read_seconds for seen in ranks))
     assert same_values(folder, target), "what was saved is not what was loaded"
-    read, load = min(reading), max(seen.load_seconds for seen in ranks)
-    pieces = max(seen.read_seconds for seen in ranks)
+    read, pieces, load = median(reading), median(taking), max(seen.load_seconds for seen in ranks)
     fullest = max(ranks, key=lambda seen: seen.peak_bytes)
     saving = max(seen.save_seconds for seen in ranks), max(seen.save_peak_bytes for seen in ranks)
     seconds = round(read, 2), round(pieces, 2), round(pieces / read, 2), round(load, 2)
