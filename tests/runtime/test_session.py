@@ -42,10 +42,14 @@ def _load_many(rank: int, plan: Any, model: Any, batch: Any) -> list[tuple[int, 
 
 
 def test_loading_many_times_leaves_nothing_behind() -> None:
-    """Megatron on 2 x 2 has groups of both axes beside that of all ranks."""
+    """Megatron on 2 x 2 has groups of both axes beside that of all ranks.
+
+    There are ten loads between. The system may close a connection a moment later, but not one for each of them.
+    """
     model, batch = mlp()
     for first, last in launch(4, _load_many, plan_of(model, batch, 4, "megatron:tp=2"), model, batch):
-        assert first == last, (first, last)
+        (threads, files, groups), (later_threads, later_files, later_groups) = first, last
+        assert (threads, groups) == (later_threads, later_groups) and abs(files - later_files) < 5, (first, last)
 
 
 def _open_many(rank: int, plan: Any, model: Any, batch: Any) -> list[Any]:
