@@ -32,7 +32,8 @@ def attention_peak(
     tensor([[[0.],
              [2.]]])
     """
-    case = _Case(query.detach(), key.detach(), attn_mask, is_causal, scale, enable_gqa)
+    mask = None if attn_mask is None else attn_mask.detach()
+    case = _Case(query.detach(), key.detach(), mask, is_causal, scale, enable_gqa)
     greatest = [scores.amax(-1, keepdim=True) for _, scores in case.scores()]
     finite = torch.finfo(greatest[0].dtype)
     return torch.stack(greatest).amax(0).clamp(finite.min, finite.max)
@@ -49,7 +50,7 @@ def attention_sums(  # noqa: PLR0913 - what torch's own takes
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor]:
     """The sums over keys of exponentials of scores less the peak, with values and without."""
-    return _Sums.apply(query, key, value, attn_mask, peak, is_causal, scale, enable_gqa)  # type: ignore[no-any-return, no-untyped-call]
+    return _Sums.apply(query, key, value, attn_mask, peak.detach(), is_causal, scale, enable_gqa)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Case:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conjoin.cli import models
+from conjoin.machine.presets import OWN
 from conjoin.ops import catalog
 from conjoin.ops.call_cache import forget_calls
 from tests.cli.conftest import Ran
@@ -65,8 +66,13 @@ IMPORT = ("--import", "cli_tests_extension")
 
 
 def test_what_a_module_registers_is_known_to_commands_and_ranks(
-    run: Run, folder: Path, fork: Callable[..., Forked], monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    folder: Path,
+    fork: Callable[..., Forked],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    request.addfinalizer(lambda: OWN.pop("cli-tests-two", None))
     (folder / "cli_tests_extension.py").write_text(EXTENSION)
     (folder / "gated.py").write_text(MODEL)
     assert "no strategy named 'by-halves'" in run("compare", "lenet:tiny", "--machine", "local:2", "--strategy",

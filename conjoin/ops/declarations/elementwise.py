@@ -202,7 +202,7 @@ _IDENTITIES = (
     _cast("to.dtype", sample={"dtype": _DTYPES}),
     OpSpec("type_as", _beside, _beside_sample, dtype=Dtype.LAST, flops=0, terms="self", overloads=("to.other",),
            constants=("other",)),
-    _same("fill.Scalar", sample={"value": (0.5,)}, smooth=False),
+    _same("fill.Scalar", sample={"value": (0.5,)}),
     OpSpec("fill.Tensor", "..., -> ...", lambda rng: (real(*random_shape(rng)), real()), dtype=Dtype.FIRST, flops=0,
            terms="value"),
     _binary("copy", dtype=Dtype.FIRST, flops=0, terms="src", sample=_alike(2), smooth=False),

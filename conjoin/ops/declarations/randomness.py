@@ -41,6 +41,7 @@ def _dropped_bytes(call: Call, shapes: Shapes) -> KernelBytes | None:
 
 
 _draw = partial(OpSpec, flops=0, smooth=False, random=True, dtype=Dtype.FIRST)
+_like = partial(_draw, smooth=True)
 _drop = partial(OpSpec, random=True, dtype=Dtype.FIRST)
 _TRAINING = {"p": (0.3,), "train": (True,)}
 
@@ -57,18 +58,18 @@ OPS: tuple[OpSpec, ...] = (
     _draw("randint", sized, lambda rng: (5, random_shape(rng)), follows=SIZED, dtype=Dtype.INT64),
     _draw("randint.low", sized, lambda rng: (1, 5, random_shape(rng)), follows=SIZED, dtype=Dtype.INT64),
     _draw("rand_like", "... -> ...", overloads=("randn_like",)),
-    _draw("randint_like", "... -> ...", {"high": (5,)}),
-    _draw("randint_like.low_dtype", "... -> ...", {"low": (1,), "high": (5,)}),
+    _like("randint_like", "... -> ...", {"high": (5,)}),
+    _like("randint_like.low_dtype", "... -> ...", {"low": (1,), "high": (5,)}),
     _draw("randperm", _randperm, lambda rng: (rng.randint(1, 5),), dtype=Dtype.INT64),
-    _draw("bernoulli", "... -> ...", domain=(0.0, 1.0)),
-    _draw("bernoulli.p", "... -> ...", {"p": (0.4,)}),
-    _draw("normal_functional", "... -> ...", _noise("0", "1"), overloads=("uniform", "log_normal", "cauchy")),
-    _draw("exponential", "... -> ...", _noise("1")),
-    _draw("geometric", "... -> ...", _noise("0.5")),
-    _draw("poisson", "... -> ...", domain=(0.5, 4.0)),
-    _draw("normal.Tensor_Tensor", "..., ... -> ...", dtype=Dtype.FLOAT, domain=(0.1, 2.0)),
-    _draw("normal.float_Tensor", "... -> ...", {"mean": (0.0,)}, dtype=Dtype.FLOAT, domain=(0.1, 2.0)),
-    _draw("normal.Tensor_float", "... -> ...", {"std": (0.5,)}, dtype=Dtype.FLOAT),
+    _like("bernoulli", "... -> ...", domain=(0.0, 1.0)),
+    _like("bernoulli.p", "... -> ...", {"p": (0.4,)}),
+    _like("normal_functional", "... -> ...", _noise("0", "1"), overloads=("uniform", "log_normal", "cauchy")),
+    _like("exponential", "... -> ...", _noise("1")),
+    _like("geometric", "... -> ...", _noise("0.5")),
+    _like("poisson", "... -> ...", domain=(0.5, 4.0)),
+    _like("normal.Tensor_Tensor", "..., ... -> ...", dtype=Dtype.FLOAT, domain=(0.1, 2.0)),
+    _like("normal.float_Tensor", "... -> ...", {"mean": (0.0,)}, dtype=Dtype.FLOAT, domain=(0.1, 2.0)),
+    _like("normal.Tensor_float", "... -> ...", {"std": (0.5,)}, dtype=Dtype.FLOAT),
     _draw("multinomial", _multinomial, lambda rng: (real(*rng.choice(((5,), (3, 5)))), 2), dtype=Dtype.INT64,
           domain=(0.1, 1.0)),
     _drop("dropout", "... -> ...", _TRAINING, flops=2, gpu_bytes=_dropped_bytes),
