@@ -52,6 +52,20 @@ def in_one_place(x: Tensor) -> Tensor:
     return one.clone().expand(x.shape)
 
 
+def ones_anywhere(x: Tensor) -> Tensor:
+    """Channels last, and the stride of every dim of one element 1: how such a dim lies is nobody's business."""
+    order = (0, *range(2, x.dim()), 1) if x.dim() > 2 else tuple(range(x.dim()))
+    made = x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+    return made.as_strided(
+        made.shape, [1 if n == 1 else step for n, step in zip(made.shape, made.stride(), strict=True)]
+    )
+
+
+def as_usual(x: Tensor) -> Tensor:
+    """As torch lays new tensors."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 ORDERS: tuple[Lay, ...] = (turned, apart, within, in_one_place)
 
 

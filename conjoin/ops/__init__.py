@@ -101,6 +101,7 @@ from conjoin.ops.edges import (
 )
 from conjoin.ops.experts import routed_experts, take_rows
 from conjoin.ops.first_order import first_order
+from conjoin.ops.images_of_one import laid_plainly, with_gradient_laid_plainly
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, indices_by_place, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
@@ -251,6 +252,7 @@ __all__ = [
     "identity",
     "indices_by_place",
     "is_custom",
+    "laid_plainly",
     "linear_of_positive",
     "linear_of_vertices",
     "make_layout",
@@ -295,5 +297,6 @@ __all__ = [
     "walk_tensors",
     "why_opaque",
     "window_of",
+    "with_gradient_laid_plainly",
     "with_loops",
 ]

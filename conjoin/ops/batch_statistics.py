@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from conjoin.ops.first_order import first_order
+from conjoin.ops.images_of_one import laid_plainly, with_gradient_laid_plainly
 
 
 def batch_moments(x: Tensor) -> Tensor:
@@ -67,10 +68,12 @@ def batch_norm_by_pieces(  # noqa: PLR0913 - what torch's own takes
     """
     mean, var = (None if old is None else old.clone() for old in (running_mean, running_var))
     attributes = True, momentum, eps, torch.backends.cudnn.enabled
-    first, *others = input.chunk(pieces)
-    y = torch.batch_norm(first, weight, bias, mean, var, *attributes)
-    if others:
-        y = torch.cat([y, *(torch.batch_norm(part, weight, bias, None, None, *attributes) for part in others)])
+    weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
+    first, *others = (laid_plainly(piece) for piece in input.chunk(pieces))
+    made = [torch.batch_norm(first, weight, bias, mean, var, *attributes)]
+    made += [torch.batch_norm(piece, weight, bias, None, None, *attributes) for piece in others]
+    made = [with_gradient_laid_plainly(y) for y in made]
+    y = torch.cat(made) if others else made[0]
     if mean is None or var is None:
         last = next(each for each in (bias, weight, input) if each is not None)
         return y, last.new_zeros(2, input.shape[1])
@@ -107,6 +110,7 @@ def _scaled_backward(gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -
         total, along, *_ = torch.batch_norm_backward_reduce(gradient, x, mean, scale, None, True, False, False)
         return _scaled(gradient, torch.zeros_like(mean), scale, None), along, total
     known = mean, torch.ones_like(mean)
+    gradient, x = laid_plainly(gradient), laid_plainly(x)
     return torch.ops.aten.native_batch_norm_backward(gradient, x, scale, *known, *known, False, 0.0, [True] * 3)  # type: ignore[no-any-return]
 
 

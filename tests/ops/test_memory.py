@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from conjoin.ops import (
     ATTENTION_FROM_ROW,
     Call,
     CheckFailed,
+    Emit,
     Invariant,
     OpSpec,
     TensorType,
@@ -27,6 +30,7 @@ from conjoin.ops import (
     check_expansion,
     check_rule,
     cuts_for,
+    execute,
     find_spec,
     random_call,
     random_gradients,
@@ -34,8 +38,20 @@ from conjoin.ops import (
     sharding_rules,
     torch_private,
 )
+from conjoin.runtime.program.functions import BATCH_NORMS, of_pieces
 from tests.cases import each_of
-from tests.memory_orders import Lay, apart, execute_laid, in_one_place, poisoned_memory, turned, within
+from tests.memory_orders import (
+    Lay,
+    apart,
+    as_usual,
+    execute_laid,
+    in_one_place,
+    laid,
+    ones_anywhere,
+    poisoned_memory,
+    turned,
+    within,
+)
 
 OVERLOADS = [name for spec in all_ops() for name in spec.names if not spec.random]
 REFUSED = (
@@ -43,6 +59,9 @@ REFUSED = (
     "Expected X.is_contiguous",
     "Tensor must have a",
     "grad_input must be contiguous",
+    "grad_weight must be contiguous",
+    "grad_weight needs to be contiguous",
+    "Unsupported memory format",
 )
 """What torch's own operators say that take numbers only as they lie usually: nothing is wrong in silence."""
 WRONG_IN_TORCH = {"median.dim", "_native_batch_norm_legit_no_training"}
@@ -83,9 +102,10 @@ def check_op(op: str) -> None:
                 raise
 
 
-def check_laid(spec: OpSpec, call: Call, lays: tuple[Lay, ...], seed: int) -> None:
+def check_laid(spec: OpSpec, call: Call, lays: tuple[Lay, ...], seed: int, emit: Emit | None = None) -> None:
     """All that computes a call, on operands and gradients that lie in some way."""
-    tensors, emit, rng, give = random_tensors(spec, call, seed), execute_laid(*lays), Random(seed), random_gradients
+    emit = emit or execute_laid(*lays)
+    tensors, rng, give = random_tensors(spec, call, seed), Random(seed), random_gradients
     if in_one_place in lays:
         tensors, give = [_alike(x, rng) for x in tensors], _all_alike
     whole = WholeRun.of(call, tensors, give)
@@ -97,6 +117,38 @@ def check_laid(spec: OpSpec, call: Call, lays: tuple[Lay, ...], seed: int) -> No
             check_rule(spec, call, rule, tensors, cuts_for(spec, call, rule, rng), whole, emit)
         if spec.expansion is not None or spec.by_parts is not None:
             check_expansion(spec, call, tensors, whole, emit)
+
+
+ONES: tuple[tuple[Lay, ...], ...] = ((ones_anywhere,), (as_usual, ones_anywhere), (ones_anywhere, as_usual))
+
+
+@each_of(OVERLOADS, at_once=64)
+@pytest.mark.filterwarnings("ignore:.*(non-contiguous|deterministic|indexing argument)")
+def test_a_dim_of_one_may_have_any_stride(op: str) -> None:
+    """Of images: whether channels lie last cannot be seen from it. Batch norms run as programs run those of pieces."""
+    spec = find_spec(op)
+    assert spec is not None
+    calls = ((seed, random_call(spec, Random(seed), op)) for seed in range(8 if op not in WRONG_IN_TORCH else 0))
+    for seed, call in calls:
+        if any(len(t.shape) in (4, 5) for t in call.tensors):
+            for lays in ONES:
+                check_ones(spec, call, lays, seed)
+
+
+def check_ones(spec: OpSpec, call: Call, lays: tuple[Lay, ...], seed: int, pieces: bool = True) -> None:
+    turn = cycle(lays)
+
+    def emit(op: str, *args: Any) -> Any:
+        def run(*args: Any) -> Any:
+            return execute(op, *args)
+
+        return laid((of_pieces(run) if pieces and op in BATCH_NORMS else run)(*laid(args, turn)), turn)
+
+    try:
+        check_laid(spec, call, (), seed, emit)
+    except RuntimeError as error:
+        if not any(text in str(error) for text in REFUSED):
+            raise
 
 
 def _alike(x: Tensor, rng: Random) -> Tensor:
@@ -117,6 +169,17 @@ def test_features_that_lie_apart_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch_private, "_rows_in_one_piece", lambda x: x)
     with pytest.raises((CheckFailed, ExceptionGroup)):
         check_op(ATTENTION_FROM_ROW)
+
+
+@pytest.mark.parametrize("op", BATCH_NORMS)
+def test_images_that_are_misread_are_seen(op: str) -> None:
+    """Torch misreads them: a release that does not wants none of this."""
+    spec = find_spec(op)
+    assert spec is not None
+    with pytest.raises(CheckFailed):
+        for seed in range(200):
+            for lays in ONES:
+                check_ones(spec, random_call(spec, Random(seed), op), lays, seed, pieces=False)
 
 
 def test_what_is_left_unwritten_is_seen() -> None:

@@ -18,7 +18,7 @@ from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import by_hand, by_strategy, captured, module_on
-from tests.runtime.random_graphs import Sample
+from tests.runtime.random_graphs import Sample, differences, on_one_device, on_ranks
 
 
 class Scored(nn.Module):
@@ -156,3 +156,28 @@ def test_threads_refuse_what_gloo_would(monkeypatch: pytest.MonkeyPatch) -> None
     plan = by_strategy(sample, "data-parallel", 2)
     with pytest.raises(AssertionError, match="strides"):
         run_ranks(plan.mesh, lambda c: trained(c, sample, plan))
+
+
+class Rows(nn.Module):
+    """Normalized images as rows of channels: their gradient has channels last, and any stride along the samples."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 3, 1), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.first(x))
+        return normed.contiguous(memory_format=torch.channels_last).flatten(2).mT
+
+
+class Frozen(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(3), Frozen(3), nn.InstanceNorm2d(3, affine=True)], ids=str)
+def test_of_images_that_are_one_by_one_batch_norm_reads_the_gradient_as_it_lies(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    sample = captured(Rows(norm), (torch.randn(2, 3, 4, 5), torch.randint(20, (2, 3))), nn.functional.cross_entropy)
+    plan = by_strategy(sample, "data-parallel", 2)
+    assert differences(plan, on_ranks(plan, sample), on_one_device(sample)) == []

@@ -65,9 +65,11 @@ from conjoin.runtime.movement.bundles import Bundle
 from conjoin.runtime.program.failed_calls import CALL
 from conjoin.runtime.program.functions import (
     BATCH_NORM,
+    BATCH_NORMS,
     Function,
     as_written,
     is_plain_weight,
+    of_pieces,
     pinned,
     run_batch_norm,
     update_batch_norm,
@@ -393,12 +395,16 @@ class Emitter:
         return True
 
     def _function_of(self, node: Node) -> Function:
-        """What runs a call: torch's own function of the operator, but for batch norm if nobody reads what it saves, for
-        convolutions whose weights were turned, and for what reads inputs from the host."""
+        """What runs a call: torch's own function of the operator, but for batch norm of pieces, or if nobody reads what
+        it saves, for convolutions whose weights were turned, and for what reads inputs from the host."""
         if self.carriers is not None and node in self.carriers.streamed:
             return self.carriers.streamed[node]
         if node.spec is not None and node.spec.family == "convolution" and not is_plain_weight(node.args[1]):
             return with_weight_as_torch_lays_it(find_function(node.op))
+        norm = self._batch_norm_of(node)
+        return of_pieces(norm) if self.carriers is not None and node.op in BATCH_NORMS else norm
+
+    def _batch_norm_of(self, node: Node) -> Function:
         if node.op != BATCH_NORM or not self.read.isdisjoint(tuple(node.outputs())[1:3]):
             return find_function(node.op)
         return (

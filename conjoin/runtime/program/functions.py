@@ -1,5 +1,5 @@
-"""What the calls of a program run, where that is more than torch's own function: apart from autocast; batch norm;
-convolutions with weights that are turned."""
+"""What the calls of a program run, where that is more than torch's own function: apart from autocast; batch norm, also
+of pieces; convolutions with weights that are turned."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Value
+from conjoin.ops import laid_plainly, with_gradient_laid_plainly
 
 Function = Callable[..., Any]
 BATCH_NORM = "_native_batch_norm_legit_functional"
+BATCH_NORMS = (BATCH_NORM, "_native_batch_norm_legit_no_training", "batch_norm", "instance_norm")
 
 
 def pinned(function: Function) -> Function:
@@ -96,6 +98,21 @@ def update_batch_norm(
     training, momentum, eps = attributes
     y = torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, torch.backends.cudnn.enabled)
     return y, None, None, mean, var
+
+
+def of_pieces(norm: Function) -> Function:
+    """A batch norm of a piece of a tensor, which may have one sample or row where the whole has more, with pieces of
+    weights, which torch's kernels read as if they were in one piece of memory."""
+
+    def run_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any) -> Any:
+        weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
+        made = norm(laid_plainly(x), weight, bias, *args)
+        if isinstance(made, tuple):
+            return with_gradient_laid_plainly(made[0]), *made[1:]
+        return with_gradient_laid_plainly(made)
+
+    run_norm.__name__ = getattr(norm, "__name__", run_norm.__name__)
+    return run_norm
 
 
 def updates_in_place(graph: Graph, node: Node) -> bool:
