@@ -26,7 +26,16 @@ class WholeBatches(Accelerator):  # type: ignore[misc]
     def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         return model
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Makes one step for a batch; accelerate's makes one for each process."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True
+        return prepared
+
     def gather(self, tensor: Any) -> Any:
+        return tensor
+
+    def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -136,6 +137,15 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note(self, stand_in: Tensor, value: Tensor) -> None:
         """Say what the values of a stand-in are."""
         self._known[stand_in] = value
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Around calls of which no values are kept, as what attention makes of a mask in every layer."""
+        largest, self._largest = self._largest, 0
+        try:
+            yield
+        finally:
+            self._largest = largest
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The values of a tensor, where they are known: of what a program has written in it, too."""

@@ -217,6 +217,8 @@ class _Asked(TorchFunctionMode):
             return result
         if func is functional.scaled_dot_product_attention:
             self._note(*args, **kwargs)
+            with self._known.unnoted():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _note(

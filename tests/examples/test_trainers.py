@@ -34,7 +34,7 @@ def train_with_huggingface(rank: int, folder: str) -> Any:
 
 
 def loop_with_accelerate(rank: int) -> list[float]:
-    """A loop as accelerate's users write it, on two ranks."""
+    """A loop as accelerate's users write it, on two ranks: a loss and a learning rate for every batch."""
     made = example("huggingface_trainer")
     torch.manual_seed(0)
     model, data = nn.Linear(4, 1).double(), torch.utils.data.TensorDataset(torch.randn(24, 4).double())
@@ -43,8 +43,10 @@ def loop_with_accelerate(rank: int) -> list[float]:
     accelerator = made.WholeBatches(cpu=True, gradient_accumulation_steps=3)
     step = conjoin.load(plan, model)
     optimizer = torch.optim.AdamW(step.parameters(), lr=1e-2)
-    step, optimizer, loader = accelerator.prepare(step, optimizer, torch.utils.data.DataLoader(data, batch_size=8))
-    losses = []
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    step, optimizer, loader, schedule = accelerator.prepare(step, optimizer, loader, schedule)
+    seen = []
     for _ in range(2):
         for (x,) in loader:
             with accelerator.accumulate(step):
@@ -53,9 +55,10 @@ def loop_with_accelerate(rank: int) -> list[float]:
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(step.parameters(), 0.1)
                 optimizer.step()
+                schedule.step()
                 optimizer.zero_grad()
-                losses.append(loss.item())
-    return losses
+                seen += [accelerator.reduce(loss, "sum").item(), optimizer.param_groups[0]["lr"]]
+    return seen
 
 
 def test_hugging_faces_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,16 +154,17 @@ def test_a_loop_with_accelerate() -> None:
     torch.manual_seed(0)
     model, data = nn.Linear(4, 1).double(), torch.randn(24, 4).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(2):
+    expected = []
+    for epoch in range(2):
         for x in data.split(8):
             loss = model(x).square().mean()
             (loss / 3).backward()
-            losses.append(loss.item())
+            expected += [loss.item(), optimizer.param_groups[0]["lr"]]
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-    assert first == second == pytest.approx(losses, rel=1e-12)
+        expected[-1] = optimizer.param_groups[0]["lr"] = 1e-2 / 2 ** (epoch + 1)
+    assert first == second == pytest.approx(expected, rel=1e-12)
 
 
 def lora_by_peft() -> Any:

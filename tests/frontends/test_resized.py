@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import conjoin
 import zoo
 from conjoin.frontends import capture, resize
+from conjoin.frontends.known_values import KnownValues
 from conjoin.ir import Graph, LeafKind, Plan, captured_graph, load_plan
 from conjoin.runtime.program.other_plans import bare_copy
 
@@ -81,6 +82,28 @@ def test_a_mask_that_hides_more_of_longer_sequences_is_seen() -> None:
     longer, captured = resized(model, words(4, 16), words(4, 30))
     assert longer is None
     assert any(node.call["attn_mask"] for node in captured.nodes if node.op == "scaled_dot_product_attention")
+
+
+def test_a_mask_takes_as_much_memory_for_many_layers_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention makes numbers of its mask, in every layer as many as the mask has places."""
+    computed: list[int] = []
+
+    def compute(self: KnownValues, *call: Any) -> Any:
+        made = compute_before(self, *call)
+        computed.extend(tensor.numel() for tensor in tree_leaves(made) if isinstance(tensor, Tensor))
+        return made
+
+    compute_before = KnownValues._computed
+    monkeypatch.setattr(KnownValues, "_computed", compute)
+    counts = []
+    for num_layers in (1, 3):
+        config = transformers.MistralConfig(**{**SIZES, "num_hidden_layers": num_layers}, num_key_value_heads=2)
+        model = transformers.MistralForCausalLM(config)
+        graph, after = capture(model, words(4, 16)), tree_map_only(Tensor, lambda x: x.to("meta"), words(6, 16))
+        computed.clear()
+        assert resize(graph, bare_copy(model), after, None, ()) is not None
+        counts.append(sum(computed))
+    assert counts[0] == counts[1] > 0
 
 
 class Forward(nn.Module):

@@ -194,3 +194,26 @@ def test_one_rank_that_fails_fails_all(saved: Path, tmp_path: Path) -> None:
     assert first == second and len(first) == 2
     assert "has other content" in first[0] and "extra facts" in first[1]
     assert not (tmp_path / "new").exists()
+
+
+def test_a_rank_that_is_interrupted_ends_the_save_of_all(tmp_path: Path) -> None:
+    plan = plan_for("fsdp", 2)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def program() -> str:
+        step = part_of(plan, ProcessGroups(plan.mesh), seed=5)
+        save_checkpoint(tmp_path / "kept", step, extra={"step": 1})
+        with pytest.MonkeyPatch.context() as patched:
+            if dist.get_rank() == 1:
+                patched.setattr(torch, "save", interrupted)
+            with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+                save_checkpoint(tmp_path / "kept", step, extra={"step": 2})
+        assert load_checkpoint(tmp_path / "kept", step) == {"step": 1}
+        save_checkpoint(tmp_path / "kept", step, extra={"step": 3})
+        assert load_checkpoint(tmp_path / "kept", step) == {"step": 3}
+        return repr(caught.value)
+
+    other, ended = in_processes(2, tmp_path / "ranks", program)
+    assert ended == "KeyboardInterrupt()" and "Rank 1 was told to end meanwhile (KeyboardInterrupt)" in other

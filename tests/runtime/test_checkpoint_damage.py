@@ -215,6 +215,25 @@ def test_a_full_disk_leaves_the_previous_checkpoint(copied: Path, monkeypatch: p
     assert load_checkpoint(copied, alone(5)) == {"step": STEPS}
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(143)], ids=repr)
+def test_what_ends_a_program_stays_what_it_is(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    """Torch's writer makes an error of its own of Ctrl-C, and of the exit of a handler of SIGTERM."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise end
+
+    with monkeypatch.context() as patched, pytest.raises(type(end)) as caught:
+        patched.setattr(torch, "save", interrupted)
+        save_checkpoint(copied, alone(5))
+    assert caught.value.args == end.args
+    assert load_checkpoint(copied, alone(5)) == {"step": STEPS}
+    save_checkpoint(copied, alone(5), extra={"step": "interrupted"})
+    assert [entry.name for entry in copied.parent.iterdir()] == [copied.name]
+    assert load_checkpoint(copied, alone(5)) == {"step": "interrupted"}
+
+
 # Fuzz of the index.
 
 

@@ -58,7 +58,10 @@ def is_any(mine: bool, device: torch.device) -> bool:
 
 
 def together(action: Callable[[], T]) -> T:
-    """Do something on every rank; the result when it went well on all."""
+    """Do something on every rank; the result when it went well on all.
+
+    What ends a program, as Ctrl-C does, stays what it is on the rank that it came to.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     result: T | None = None
@@ -68,6 +71,9 @@ def together(action: Callable[[], T]) -> T:
     except (Exception, CheckpointException) as caught:  # torch's own is not an Exception
         error = caught
     messages = [message for message in exchange(None if error is None else _message(error)) if message is not None]
+    end = _failures(error).get(place()[0])
+    if end is not None and not isinstance(end, Exception):
+        raise end from None
     if error is not None and not isinstance(error, ConjoinError | OSError | CheckpointException):
         raise error
     if messages:
@@ -78,9 +84,12 @@ def together(action: Callable[[], T]) -> T:
 def _message(error: BaseException) -> str:
     if isinstance(error, ConjoinError):
         return str(error)
-    reason: object = error
-    if not isinstance(error, Exception):  # torch's own
-        reason = next((failure[0] for failure in getattr(error, "failures", {}).values()), error)
+    rank, reason = next(iter(_failures(error).items()), (place()[0], error))
+    if not isinstance(reason, Exception):
+        return (
+            f"A checkpoint was being written or read. Rank {rank} was told to end meanwhile ({type(reason).__name__}). "
+            f"An earlier checkpoint is as it was: start again from it."
+        )
     told = str(reason)[:300]
     if "inline_container" in told:  # torch's file format says so little of a full disk
         told = "a file ends too early, as on a disk that is full"
@@ -88,3 +97,8 @@ def _message(error: BaseException) -> str:
         f"A checkpoint could not be written or read: {told}. An earlier checkpoint is as it was. Look at "
         f"the file system that holds it."
     )
+
+
+def _failures(error: BaseException | None) -> dict[int, BaseException]:
+    """What went wrong on which rank, as torch's own error tells it."""
+    return {rank: failure[0] for rank, failure in getattr(error, "failures", {}).items()}
