@@ -171,7 +171,6 @@ def test_a_rank_has_its_vertices_edges_and_no_others(name: str, ranks: int, monk
     assert sum(len(part.ends[0]) for part in parts) == 2 * EDGES  # of two layers; each edge is on one rank
 
 
-
 class Own(geometric.GCNConv):  # type: ignore[misc, name-defined]
     """Messages without their weights: a loop of weight 0 counts as any other."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import conjoin
 from conjoin.errors import CaptureError
 from conjoin.frontends import capture
-from conjoin.ir import parse_graph
+from conjoin.ir import Graph, parse_graph
 from conjoin.runtime import to_module
 
 with warnings.catch_warnings():
@@ -142,6 +143,14 @@ def build(name: str) -> tuple[nn.Module, Batch]:
     return cls(cls.config_class(**options)), data()
 
 
+@cache
+def captured(name: str) -> tuple[Graph, nn.Module, nn.Module, Batch]:
+    """In training: the graph, the model that was captured, as it was before, and the batch."""
+    model, batch = build(name)
+    plain = copy.deepcopy(model.train())
+    return capture(model, batch), model, plain, batch
+
+
 def run(net: nn.Module, batch: Batch) -> Any:
     torch.manual_seed(3)
     output = net(**batch)
@@ -155,10 +164,7 @@ def flat(output: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_the_plain_model(name: str, unequal: Callable[..., list[str]]) -> None:
-    model, batch = build(name)
-    model.train()
-    plain = copy.deepcopy(model)
-    graph = capture(model, batch)
+    graph, model, plain, batch = captured(name)
     module = to_module(graph, model)
     got, want = run(module, batch), run(plain, batch)
     assert type(got) is type(want)
@@ -202,15 +208,13 @@ def test_labels_may_be_left_to_a_loss_of_ones_own(unequal: Callable[..., list[st
 
 
 def test_a_model_on_meta_is_captured_as_a_real_one() -> None:
-    real = capture(*build("llama"))
     with torch.device("meta"):
         graph = capture(*build("llama"))
-    assert [node.op for node in graph.nodes] == [node.op for node in real.nodes]
+    assert [node.op for node in graph.nodes] == [node.op for node in captured("llama")[0].nodes]
 
 
 def test_lines_point_into_the_library() -> None:
-    graph = capture(*build("bert"))
-    files = {source.file for source in graph.sources if source}
+    files = {source.file for source in captured("bert")[0].sources if source}
     assert any(file.endswith("modeling_bert.py") for file in files)
     packages = [Path(package.__file__ or "").parent for package in (torch, conjoin)]
     assert not any(Path(file).is_relative_to(package) for file in files for package in packages)

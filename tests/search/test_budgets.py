@@ -55,8 +55,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 @cache
 def deep(width: int = 64, rows: int = 1024) -> Graph:
     """Layers whose activations take more memory than their parameters."""
-    layers = [part for _ in range(8) for part in (nn.Linear(width, width), nn.GELU())]
-    batch = torch.randn(rows, width), torch.randn(rows, width)
+    with torch.device("meta"):
+        layers = [part for _ in range(8) for part in (nn.Linear(width, width), nn.GELU())]
+        batch = torch.randn(rows, width), torch.randn(rows, width)
     return capture(nn.Sequential(*layers).train(), batch, functional.mse_loss)
 
 

@@ -120,7 +120,7 @@ def test_strategies_decide_the_same_on_few_blocks(model: Callable[[int], Graph],
 
 @pytest.mark.parametrize("name", ["megatron:tp=2,dp=4,sp,fsdp", "fsdp", "data-parallel"])
 def test_stages_that_are_alike_are_drafted_once_and_as_each_alone(name: str) -> None:
-    graph = gpt(6)
+    graph = gpt(7)
     stages = [stage.graph for stage in cut_in_stages(graph, _stage_of_blocks(graph))]
     asked, drafts, strategy = list[Graph](), DraftsByForm(), drafter(MACHINE, read_request(name))
 
@@ -133,7 +133,7 @@ def test_stages_that_are_alike_are_drafted_once_and_as_each_alone(name: str) -> 
         assert (once.graph, once.substitutions) == (alone.graph, alone.substitutions)
         assert lay_out(once, is_stage=True) == lay_out(alone, is_stage=True)
         assert set(once.draft.memory) == set(alone.draft.memory)
-    assert len(stages) == 6 and {one.name for one in asked} == {f"Gpt stage {number}" for number in (0, 1, 5)}
+    assert len(stages) == 7 and {one.name for one in asked} == {f"Gpt stage {number}" for number in (0, 1, 6)}
 
 
 def _stage_of_blocks(graph: Graph) -> list[int]:
@@ -158,12 +158,12 @@ def test_forms_tell_graphs_apart_by_all_but_names() -> None:
     assert len({form("mul.Tensor(input:x, input:y)"), *map(form, others)}) == 5
 
 
-@pytest.mark.parametrize("name", DO_NOT_REPEAT)
-def test_models_that_do_not_repeat_are_drafted_as_ever(name: str) -> None:
-    graph = captured(name)
+def test_models_that_do_not_repeat_are_drafted_as_ever() -> None:
+    """None of them is folded; one is drafted."""
+    assert [name for name in DO_NOT_REPEAT if fold(captured(name)) is not None] == []
+    graph = captured(DO_NOT_REPEAT[-1])
     short, full = (settled(graph, "megatron:tp=2", folded=folded) for folded in (True, False))
-    assert (short is None) == (full is None)
-    assert short is None or full is None or lay_out(short) == lay_out(full)
+    assert short is not None and full is not None and lay_out(short) == lay_out(full)
 
 
 def test_the_short_graph_of_a_deeper_model_is_the_same_size() -> None:
@@ -199,7 +199,7 @@ def test_the_power_of_a_block_has_the_least_sum_of_all_blocks(seed: int) -> None
 
 @pytest.mark.parametrize("model", [gpt, llama])
 def test_layouts_of_a_model_are_those_of_all_its_blocks(model: Callable[[int], Graph]) -> None:
-    graph = model(6)
+    graph = model(7)
     contest = open_contest(graph, MACHINE, CostModel(), Wish(budget=inf))
     search = JointSearch(contest, variants_of(graph, ()))
     units, objective = search.cuts()[1], search.objective(0.6)

@@ -13,20 +13,21 @@ from torch.nn import functional
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError
 from conjoin.frontends import capture
-from conjoin.ir import recomputed_segments
+from conjoin.ir import Graph, recomputed_segments
 from conjoin.machine import parse_machine
 from conjoin.runtime import Case, verify_in_process
 from conjoin.search import SearchResult, Stopped, Wish, find_plan, make_plan, read_request, searches
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Outcome
 from conjoin.search.relief import crossing_bytes, relieve, segmentations
-from conjoin.sim import predict, take_graph_apart
+from conjoin.sim import Prediction, predict, take_graph_apart
 from tests.runtime.random_graphs import Sample
 from zoo.gpt import Gpt, GptConfig, gpt_batch
 from zoo.tokens import next_token_loss
 
 MACHINE = "p3.8xlarge"
 DEPTH = 5
+SPARING = "megatron:tp=2,sp,fsdp+micro=2+recompute=full"
 
 
 @cache
@@ -126,19 +127,24 @@ def test_where_that_is_not_enough_the_step_is_taken_in_micro_batches() -> None:
     assert verify_in_process(Case(found.plan, sample.graph, sample.model, sample.inputs), 2).passed
 
 
+@cache
+def with_a_sample_for_every_device() -> tuple[Graph, dict[str, Prediction]]:
+    """A model, and what strategies on it take: the one in micro-batches, with all run again, is the smallest."""
+    config = GptConfig(3, 32, 4, length=128, vocabulary=64, dropout=0.0, by_head=True)
+    graph, machine = capture(Gpt(config).train(), gpt_batch(4, config), next_token_loss), parse_machine("p3.8xlarge:1")
+    opponents = "fsdp", "fsdp+recompute=full", "megatron:tp=2,sp,fsdp+recompute=full", SPARING
+    return graph, {name: predict(make_plan(graph, machine, name), machine, CostModel()) for name in opponents}
+
+
 @pytest.mark.parametrize("search_name", ["named", "joint"])
 def test_what_fits_is_found_first_also_where_micro_batches_leave_no_samples_to_some_devices(search_name: str) -> None:
     """With a sample for every device there are smaller micro-batches only where several devices share samples."""
-    config = GptConfig(3, 32, 4, length=128, vocabulary=64, dropout=0.0, by_head=True)
-    graph, machine = capture(Gpt(config).train(), gpt_batch(4, config), next_token_loss), parse_machine("p3.8xlarge:1")
-    sparing = "megatron:tp=2,sp,fsdp+micro=2+recompute=full"
-    opponents = "fsdp", "fsdp+recompute=full", "megatron:tp=2,sp,fsdp+recompute=full", sparing
-    known = {name: predict(make_plan(graph, machine, name), machine, CostModel()) for name in opponents}
-    limit = known[sparing].memory.peak
-    assert all(one.memory.peak > limit for name, one in known.items() if name != sparing)
+    (graph, known), machine = with_a_sample_for_every_device(), parse_machine("p3.8xlarge:1")
+    limit = known[SPARING].memory.peak
+    assert all(one.memory.peak > limit for name, one in known.items() if name != SPARING)
     wish = Wish(search_name, budget=inf, steps=5, memory=limit)
     found, again = (find_plan(graph, machine, CostModel(), wish) for _ in range(2))
-    assert found.seconds_per_step <= known[sparing].seconds and found.peak_bytes <= limit
+    assert found.seconds_per_step <= known[SPARING].seconds and found.peak_bytes <= limit
     assert found.plan == again.plan and found.history[0].name.endswith("+micro=2+recompute=full")
 
 

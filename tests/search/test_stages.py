@@ -142,12 +142,13 @@ def _compositions(total: int, largest: int) -> Iterator[tuple[int, ...]]:
 def every_pipeline(model: Model) -> Iterator[float]:
     """What all pipelines of the family take, by brute force: every cut, parts, ways, micro-batches and schedules."""
     search = StageSearch(model, lambda: inf, lambda doing: None)
+    solver = Solver(model.costs, model.optimizer, rules={rule.rule.name: rule for rule in model.rules})
     for micro in micro_batches(model.captured):
         tables = search._tables_for(micro)
         assert tables is not None
         for division in divisions(model.machine, model.machine.num_devices):
             for sizes in _compositions(division.count, 1 if division.is_even else division.count):
-                yield from _all_of(model, tables.cells, tables.accumulation, division, sizes)
+                yield from _all_of(model, solver, tables.cells, tables.accumulation, division, sizes)
 
 
 def _ways_of(model: Model, machine: Machine) -> list[Way]:
@@ -161,12 +162,13 @@ def _ways_of(model: Model, machine: Machine) -> list[Way]:
     return [replace(way, rules=found) for way in ways for found in some]
 
 
-def _all_of(model: Model, cells, accumulation, division: Division, sizes: tuple[int, ...]) -> Iterator[float]:  # type: ignore[no-untyped-def]
+def _all_of(  # type: ignore[no-untyped-def]
+    model: Model, solver: Solver, cells, accumulation, division: Division, sizes: tuple[int, ...]
+) -> Iterator[float]:
     begins = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = [dict(division.moves[begin]).get(size) for begin, size in zip(begins, sizes, strict=True)]
     if len(sizes) < 2 or None in parts:
         return
-    solver = Solver(model.costs, model.optimizer, rules={rule.rule.name: rule for rule in model.rules})
     for bounds in combinations(range(1, len(cells)), len(sizes) - 1):
         edges = (0, *bounds, len(cells))
         if not np.diff(cells.learning[list(edges)]).all():  # every stage has parameters of its own

@@ -51,6 +51,12 @@ def narrow_graph() -> Graph:
         return capture(model.train(), batch, loss)
 
 
+@cache
+def residual_graph() -> Graph:
+    model, batch, loss = residual()
+    return capture(model.train(), batch, loss)
+
+
 def in_parts(name: str, machine: str, strategy: str, steps: int) -> Plan:
     graph = narrow_graph() if name == "narrow" else tiny_graph(name, 16 if name == "mlp" else 4)
     part, accumulation = cut_in_micro_batches(graph, steps)
@@ -110,8 +116,8 @@ def test_weights_are_cast_once_for_all_micro_batches(strategy: str, segments: in
 
 @pytest.mark.parametrize(("steps", "narrow"), [(2, False), (4, False), (4, True)])
 def test_one_device_holds_what_was_predicted(steps: int, narrow: bool, prices: Prices) -> None:
-    model, batch, loss = residual()
-    graph = narrow_graph() if narrow else capture(model.train(), batch, loss)
+    model, batch, _ = residual()
+    graph = narrow_graph() if narrow else residual_graph()
     part, accumulation = cut_in_micro_batches(graph, steps)
     single = make_plan(part, parse_machine("local:1"), "single")
     plan = check_plan(replace(single, model=model_mark(graph), accumulation=accumulation, computes=None))
@@ -129,9 +135,15 @@ def weighty() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return nn.Sequential(*layers, nn.Linear(64, 1)), (torch.randn(16, 64), torch.randn(16, 1))
 
 
+@cache
+def weighty_graph() -> Graph:
+    model, batch = weighty()
+    return capture(model.train(), batch, nn.functional.mse_loss)
+
+
 def test_gradients_of_a_micro_batch_are_not_held_beside_their_sums(prices: Prices) -> None:
     model, batch = weighty()
-    graph, machine = capture(model.train(), batch, nn.functional.mse_loss), parse_machine("local:1")
+    graph, machine = weighty_graph(), parse_machine("local:1")
     whole, parts = (make_plan(graph, machine, f"single{more}") for more in ("", "+micro=4"))
     predicted, plain = (measure_memory(simulate(plan, prices).program, "adam", "cpu") for plan in (parts, whole))
     assert predicted.peak == pytest.approx(measured_peak(parts, model, batch), rel=0.01)
@@ -141,7 +153,7 @@ def test_gradients_of_a_micro_batch_are_not_held_beside_their_sums(prices: Price
 @pytest.mark.parametrize(("strategy", "ranks"), [("data-parallel", 2), ("fsdp", 2), ("hsdp", 4)])
 def test_ranks_hold_what_was_predicted(strategy: str, ranks: int, prices: Prices, tmp_path: Path) -> None:
     model, batch = weighty()
-    graph = capture(model.train(), batch, nn.functional.mse_loss)
+    graph = weighty_graph()
     plan = make_plan(graph, parse_machine(f"local:{ranks}"), f"{strategy}+micro=4")
     predicted = measure_memory(simulate(plan, prices).program, "sgd", "cpu")
     held = held_by_ranks(plan, Sample(graph, model, batch), tmp_path)
@@ -164,11 +176,20 @@ class FusedBlock(nn.Module):
         return made
 
 
+def fused() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return nn.Sequential(*(FusedBlock() for _ in range(2))), (torch.randn(16, 24, 64), torch.randn(16, 24, 64))
+
+
+@cache
+def fused_graph() -> Graph:
+    model, batch = fused()
+    return capture(model.train(), batch, nn.functional.mse_loss)
+
+
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_what_is_made_once_is_held_beside_segments_that_are_run_again(mode: str, prices: Prices) -> None:
-    model, batch = nn.Sequential(*(FusedBlock() for _ in range(2))), (torch.randn(16, 24, 64), torch.randn(16, 24, 64))
-    graph = capture(model.train(), batch, nn.functional.mse_loss)
-    plan = make_plan(graph, parse_machine("local:2"), f"megatron:tp=2+recompute={mode}+micro=2")
+    model, batch = fused()
+    plan = make_plan(fused_graph(), parse_machine("local:2"), f"megatron:tp=2+recompute={mode}+micro=2")
     program = simulate(plan, prices).program
     assert program.once, "of parameters alone"
     most = measured_peak(plan, model, batch, num_steps=6)  # what is sent ends early or late, as it comes

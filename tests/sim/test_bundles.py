@@ -50,6 +50,7 @@ def sample(width: int, frozen: bool) -> Sample:
     return captured(model, (torch.randn(12, width), torch.randn(12, 4)), functional.mse_loss)
 
 
+@cache
 def plan_of(how: str) -> tuple[Plan, Sample]:
     """A plan of few words: how parameters are stored, and what else is done."""
     uneven, frozen = "uneven" in how, "frozen" in how

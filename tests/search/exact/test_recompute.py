@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from conjoin.cost import CostModel
 from conjoin.frontends import capture
+from conjoin.ir import Graph
 from conjoin.machine import devices_of, parse_machine
 from conjoin.search import Wish
 from conjoin.search.certificate import certify
@@ -50,10 +52,15 @@ class Row(nn.Module):
         return x
 
 
-def contest_of(depth: int, width: int = 256, samples: int = 1 << 15) -> tuple[Contest, Variant]:
+@cache
+def row(depth: int, width: int, samples: int) -> Graph:
     with torch.device("meta"):
         model, batch = Row(depth, width).train(), (torch.randn(samples, width), torch.randn(samples, width))
-    graph = capture(model, batch, nn.functional.mse_loss)
+    return capture(model, batch, nn.functional.mse_loss)
+
+
+def contest_of(depth: int, width: int = 256, samples: int = 1 << 15) -> tuple[Contest, Variant]:
+    graph = row(depth, width, samples)
     return open_contest(
         graph, devices_of(parse_machine("dgx-h100:1"), range(2)), CostModel(), Wish(optimizer="adam")
     ), make_variant(graph)
