@@ -49,6 +49,8 @@ def _span(access: Access, shape: tuple[int, ...], index: str, piece: tuple[int, 
 
 def operand_spans(spec: OpSpec, call: Call, pieces: Pieces) -> tuple[tuple[Span, ...], ...]:
     """For every operand the parts of its dims that the pieces need."""
+    if not pieces:
+        return ((),) * len(call.tensors)
     space = space_of(spec, call)
     spans = []
     for access, tensor, name in zip(space.notation.operands, call.tensors, call.operand_names, strict=True):
@@ -207,8 +209,9 @@ def indices_by_place(spec: OpSpec, call: Call) -> frozenset[str]:
 def run_local(spec: OpSpec, call: Call, pieces: Pieces, parts: Sequence[Any], emit: Emit) -> tuple[Any, ...]:
     """Compute the pieces of the outputs from the parts of the operands that `operand_spans` names."""
     space = space_of(spec, call)
-    given, pieces = operand_spans(spec, call, pieces), _with_windows(space, pieces)
-    wanted = operand_spans(spec, call, pieces)
+    given, asked = operand_spans(spec, call, pieces), pieces
+    pieces = _with_windows(space, asked)
+    wanted = given if pieces == asked else operand_spans(spec, call, pieces)
     padded = []
     for part, have, want, tensor in zip(parts, given, wanted, call.tensors, strict=True):
         cut = _cut(part, [span for span in want if span not in have], tensor.shape, emit)

@@ -1,7 +1,8 @@
 """`python -m` in a process of its own that need not import torch and conjoin first: a fork of one that has.
 
 It is first in a group of its own, has a folder, an environment and an end of its own, and nothing in it is as a test
-has changed it.
+has changed it. What starts its ranks, if it has any, need not import them either, and does all else that it does in an
+interpreter of its own (as for the ranks of the tests themselves).
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import os
 import pickle
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
-from conjoin.runtime.ranks import rank_processes
+from conjoin.runtime.ranks import fork_server, rank_processes
 from conjoin.runtime.ranks.fork_server import server_for
+from tests.waiting import HUNG_SECONDS
 
 _LOOK_SECONDS = 0.01
 COLLECTED_AT = 400_000, 50, 100
@@ -82,4 +86,40 @@ def begin(files: list[int]) -> None:
     sys.argv = [module, *words]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    fork_server.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=Interpreter, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class Interpreter:
+    """As much of `subprocess.Popen` as the server of ranks asks for: `python -c`, in a fork that has all modules."""
+
+    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], stdin: int) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                (kept,) = pass_fds
+                os.closerange(3, kept)
+                os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+                exec(command[2], {})
+            finally:
+                os._exit(0)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if found else None
+        return self.returncode
+
+    def wait(self, timeout: float = HUNG_SECONDS) -> int:
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("python", timeout)
+            time.sleep(_LOOK_SECONDS)
+        return code
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)

@@ -26,8 +26,13 @@ from tests.waiting import HUNG_SECONDS
 Run = Callable[..., Ran]
 
 
-def test_two_ranks_give_a_table_and_a_file(run: Run, folder: Path) -> None:
-    shown = run("calibrate", "--machine", "local:2", "--seconds", "0.5", "-o", "machine.toml")
+def test_two_ranks_give_a_table_and_a_file_and_measure_every_call_of_a_plan(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("CONJOIN_COSTS", str(tmp_path_factory.mktemp("costs") / "kept.sqlite"))
+    run("plan", "my_models.py:with_loss", "--machine", "local:2", "--strategy", "data-parallel", "-o", "plan.json")
+    options = ("--machine", "local:2", "--seconds", "0.5", "--plan", "plan.json", "--optimizer", "sgd")
+    shown = run("calibrate", *options, "-o", "machine.toml")
     assert shown.code == 0, shown.err
     assert shown.err == "calibrating local: 1 node × 2 cpu, axes d0:2 for about 0.5 s\n", "one line, of rank 0"
     lines = shown.out.splitlines()
@@ -41,7 +46,14 @@ def test_two_ranks_give_a_table_and_a_file(run: Run, folder: Path) -> None:
     machine = Machine.load("machine.toml")
     check_machine(machine)
     assert len(machine.fits) == 5 and len(machine.topology.path(0, 1)) == 2
-    assert sorted(os.listdir(folder)) == ["machine.toml", "my_models.py"], "nothing is left beside it"
+    assert sorted(os.listdir(folder)) == ["machine.toml", "my_models.py", "plan.json"], "nothing is left beside it"
+    (line,) = (line for line in shown.out.splitlines() if line.startswith("measured"))
+    number = int(line.split()[1])
+    assert number >= 3 and line.split()[1:4] == [str(number), "of", str(number)]
+    facts = json.loads(run("simulate", "plan.json", "--machine", "machine.toml", "--optimizer", "sgd", "--json").out)
+    assert facts["sources"].pop("measured") > 0 and not any(facts["sources"].values()), "nothing is estimated"
+    others = json.loads(run("simulate", "plan.json", "--machine", "machine.toml", "--json").out)
+    assert others["sources"]["estimated"] > 0, "Adam's step was not measured"
 
 
 def test_json_has_every_point(run: Run) -> None:
@@ -64,21 +76,6 @@ def test_one_rank_has_only_its_device(run: Run) -> None:
     machine = Machine.load("one.toml")
     check_machine(machine)
     assert machine.fits == () and machine.num_devices == 1
-
-
-def test_every_call_of_a_plan_is_measured_and_kept(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CONJOIN_COSTS", str(folder / "kept.sqlite"))
-    run("plan", "my_models.py:with_loss", "--machine", "local:2", "--strategy", "data-parallel", "-o", "plan.json")
-    options = ("--machine", "local:2", "--seconds", "0.5", "--plan", "plan.json", "--optimizer", "sgd")
-    shown = run("calibrate", *options, "-o", "machine.toml")
-    assert shown.code == 0, shown.err
-    (line,) = (line for line in shown.out.splitlines() if line.startswith("measured"))
-    number = int(line.split()[1])
-    assert number >= 3 and line.split()[1:4] == [str(number), "of", str(number)]
-    facts = json.loads(run("simulate", "plan.json", "--machine", "machine.toml", "--optimizer", "sgd", "--json").out)
-    assert facts["sources"].pop("measured") > 0 and not any(facts["sources"].values()), "nothing is estimated"
-    others = json.loads(run("simulate", "plan.json", "--machine", "machine.toml", "--json").out)
-    assert others["sources"]["estimated"] > 0, "Adam's step was not measured"
 
 
 @pytest.mark.parametrize(
