@@ -19,7 +19,7 @@ from torch import Tensor
 from conjoin.ir.builder import is_random
 from conjoin.ir.graph import Graph
 from conjoin.ir.legality import plain_call
-from conjoin.ir.nodes import Node, Value
+from conjoin.ir.nodes import Leaf, Node, Value
 from conjoin.ir.reshards import is_parallel
 from conjoin.ops import (
     Call,
@@ -81,7 +81,7 @@ def add_strides(found: dict[Value, Strides], nodes: Iterable[Node]) -> None:
         if is_parallel(node):
             found[Value(node)] = found[node.inputs[0]]
         else:
-            made = _made(node.call, tuple(found[value] for value in node.inputs))
+            made = _made(node.call, tuple(found[value] for value in node.inputs), _has_learned_mask(node))
             found.update(zip(node.outputs(), made or (_usual(type, False) for type in node.types), strict=True))
 
 
@@ -167,6 +167,29 @@ def _is_attention(node: Node) -> bool:
     return node.spec is not None and node.spec.family == "attention"
 
 
+def _has_learned_mask(node: Node) -> bool:
+    """Whether a gradient goes to the mask of an attention: the fast kernels, whose results lie otherwise, give none."""
+    mask = _ordered(node) if _is_attention(node) else None
+    return mask is not None and _is_learned(mask)
+
+
+@call_cache()
+def _is_learned(value: Value) -> bool:
+    """Whether a value depends on what is trained, in numbers that have a gradient."""
+    seen, left = {value}, [value]
+    while left:
+        made, owner = (one := left.pop()).type.dtype, one.owner
+        if not (made.is_floating_point or made.is_complex):
+            continue
+        if isinstance(owner, Leaf):
+            if owner.trainable:
+                return True
+        elif owner.spec is None or owner.spec.smooth:
+            left += [read for read in owner.inputs if read not in seen]
+            seen.update(owner.inputs)
+    return False
+
+
 def _has_rows_apart(shape: tuple[int, ...], strides: Strides) -> bool:
     """Whether the numbers of a row do not lie one after the other: kernels of attention take no such mask."""
     return strides[-1] != 1 and shape[-1] > 1
@@ -222,7 +245,7 @@ def looks_at_order(node: Node) -> bool:
 
 
 @call_cache(1 << 14)
-def _made(call: Call, operands: tuple[Strides, ...]) -> tuple[Strides, ...]:
+def _made(call: Call, operands: tuple[Strides, ...], learned_mask: bool = False) -> tuple[Strides, ...]:
     """The strides that a call gives its results; none are known where it is opaque or has no form without data.
 
     The judge is the call itself, run on zeros where they are few. What torch says without data is right for views and
@@ -232,15 +255,16 @@ def _made(call: Call, operands: tuple[Strides, ...]) -> tuple[Strides, ...]:
     if spec is None or not operands:
         return ()
     if sum(type.num_elements for type in call.tensors) <= _FEW:
-        made = _run(call, [_zeros(type.shape, strides, type.dtype) for type, strides in _given(call, operands)])
+        zeros = [_zeros(type.shape, strides, type.dtype) for type, strides in _given(call, operands)]
+        made = _run(call, zeros, learned_mask)
         if made is not None:
             return tuple(x.stride() for x in made)
     for limit in _SMALL if spec.name in ORDERED_BY_KERNELS else ():
         small = [(tuple(min(n, limit) for n in t.shape), strides, t.dtype) for t, strides in _given(call, operands)]
-        made = _run(call, [_zeros(*one) for one in small])
+        made = _run(call, [_zeros(*one) for one in small], learned_mask)
         if made is not None:
             return tuple(map(_like, made, (type.shape for type in output_types(spec, call))))
-    made = _run(call, [_on_meta(type, strides) for type, strides in _given(call, operands)])
+    made = _run(call, [_on_meta(type, strides) for type, strides in _given(call, operands)], learned_mask)
     return () if made is None else tuple(x.stride() for x in made)
 
 
@@ -248,9 +272,11 @@ def _given(call: Call, operands: tuple[Strides, ...]) -> Iterator[tuple[TensorTy
     return zip(call.tensors, operands, strict=True)
 
 
-def _run(call: Call, tensors: list[Tensor]) -> tuple[Tensor, ...] | None:
+def _run(call: Call, tensors: list[Tensor], learned_mask: bool) -> tuple[Tensor, ...] | None:
     """The results of a call, or None where it does not take these: an index is too large, a shape stands in it."""
     tensors[0].requires_grad_(tensors[0].is_floating_point())  # kernels ask for it, and in training most do
+    if learned_mask:
+        tensors[call.operand_names.index("attn_mask")].requires_grad_()
     try:
         if not is_random(call.op, call.args):
             return run_whole(call, tensors)

@@ -71,6 +71,28 @@ def test_attention_keeps_the_order_of_its_query() -> None:
     assert strides_in(graph)[Value(graph.nodes[-1])][:3] == plain.stride()[:3]
 
 
+LEARNED = """
+graph "a" train
+param:mask f32[8,8] trainable
+input:x f32[10,8,3,4]
+takes [input:x] in {"kind":"list","keys":[],"children":[null]}
+%0: f32[10,3,8,4] = transpose.int(input:x, dim0=1, dim1=2)
+%1: f32[8,8] = mT(param:mask)
+%2: f32[10,3,8,4] = scaled_dot_product_attention(%0, %0, %0, %1)
+returns [%2] in null
+"""
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_mask_that_is_learned_has_no_kernel_that_keeps_an_order(learned: bool) -> None:
+    text = LEARNED if learned else LEARNED.replace(" trainable", "").replace("param:", "buffer:")
+    graph = parse_graph(text)
+    query = torch.ones(10, 8, 3, 4).transpose(1, 2)
+    mask = torch.zeros(8, 8, requires_grad=learned).mT
+    plain = torch.nn.functional.scaled_dot_product_attention(query, query, query, mask)
+    assert strides_in(graph)[Value(graph.nodes[-1])] == plain.stride()
+
+
 def test_another_thread_may_draw_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads share one generator: while it is set aside here, nobody else draws from it."""
     taken: list[bool] = []
