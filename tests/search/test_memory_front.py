@@ -64,8 +64,7 @@ def test_a_front_is_what_nothing_beats_in_whatever_order_it_comes(seed: int) -> 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_left_is_what_a_step_holds_with_all_of_that_on_the_host(seed: int) -> None:
     """Also where few of many equal blocks tell of it, against steps that are laid out so and followed in full."""
-    rng = Random(seed)
-    graph, told = stack(rng), 0
+    graph, told = stack(seed), 0
     prices = MachinePrices.of(graph, MACHINE, CostModel())
     known = dict(baselines(graph, MACHINE, lambda name: name not in NAMES))
     for entry in filter(None, map(known.get, NAMES)):

@@ -41,7 +41,7 @@ def _dropped_bytes(call: Call, shapes: Shapes) -> KernelBytes | None:
 
 
 _draw = partial(OpSpec, flops=0, smooth=False, random=True, dtype=Dtype.FIRST)
-_like = partial(_draw, smooth=True)
+_like = partial(_draw, smooth=True)  # torch gives what these read a gradient of zeros
 _drop = partial(OpSpec, random=True, dtype=Dtype.FIRST)
 _TRAINING = {"p": (0.3,), "train": (True,)}
 
@@ -58,12 +58,13 @@ OPS: tuple[OpSpec, ...] = (
     _draw("randint", sized, lambda rng: (5, random_shape(rng)), follows=SIZED, dtype=Dtype.INT64),
     _draw("randint.low", sized, lambda rng: (1, 5, random_shape(rng)), follows=SIZED, dtype=Dtype.INT64),
     _draw("rand_like", "... -> ...", overloads=("randn_like",)),
-    _like("randint_like", "... -> ...", {"high": (5,)}),
-    _like("randint_like.low_dtype", "... -> ...", {"low": (1,), "high": (5,)}),
+    _draw("randint_like", "... -> ...", {"high": (5,)}),
+    _draw("randint_like.low_dtype", "... -> ...", {"low": (1,), "high": (5,)}),
     _draw("randperm", _randperm, lambda rng: (rng.randint(1, 5),), dtype=Dtype.INT64),
     _like("bernoulli", "... -> ...", domain=(0.0, 1.0)),
-    _like("bernoulli.p", "... -> ...", {"p": (0.4,)}),
-    _like("normal_functional", "... -> ...", _noise("0", "1"), overloads=("uniform", "log_normal", "cauchy")),
+    _draw("bernoulli.p", "... -> ...", {"p": (0.4,)}),
+    _draw("normal_functional", "... -> ...", _noise("0", "1")),
+    _like("uniform", "... -> ...", _noise("0", "1"), overloads=("log_normal", "cauchy")),
     _like("exponential", "... -> ...", _noise("1")),
     _like("geometric", "... -> ...", _noise("0.5")),
     _like("poisson", "... -> ...", domain=(0.5, 4.0)),
