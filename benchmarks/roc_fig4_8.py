@@ -116,8 +116,8 @@ def told(where: str, graph: str, num_parts: int, seconds: dict[str, float], time
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vertices", type=int, default=20_000)
-    parser.add_argument("--edges", type=int, default=500_000)
+    parser.add_argument("--vertices", type=int, default=100_000)
+    parser.add_argument("--edges", type=int, default=4_000_000)
     parser.add_argument("--scale", type=float, default=0.03, help="of Reddit, in simulation")
     asked = parser.parse_args()
     rows = in_simulation(asked.scale)
